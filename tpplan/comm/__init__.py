@@ -1,0 +1,30 @@
+"""Collectives: the conjugate pairs, the sequence-sharded stream, summed gradients."""
+
+from tpplan.comm.collectives import Group, Site, chunk, observe
+from tpplan.comm.conjugates import (
+    Transition,
+    copy_in,
+    gather_in,
+    join,
+    reduce_out,
+    scatter_out,
+    split,
+)
+from tpplan.comm.gradients import localize
+from tpplan.comm.stream import Stream
+
+__all__ = [
+    "Group",
+    "Site",
+    "Stream",
+    "Transition",
+    "chunk",
+    "copy_in",
+    "gather_in",
+    "join",
+    "localize",
+    "observe",
+    "reduce_out",
+    "scatter_out",
+    "split",
+]

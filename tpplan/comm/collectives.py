@@ -1,0 +1,113 @@
+"""Out-of-place functional collectives on local tensors, each under the name of what asked for it.
+
+The raw ``torch.ops._c10d_functional`` ops are called directly: their Python wrappers cost two to
+three times as much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+_ops = torch.ops._c10d_functional
+_observer: Callable[[Site], None] | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one tensor-parallel group, as the collectives need them."""
+
+    name: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Group:
+        """The group of a 1-D mesh."""
+        return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a collective comes from: the module it serves, why, and the rule that caused it."""
+
+    module: str
+    reason: str
+    rule: str | None = None
+
+
+@contextlib.contextmanager
+def observe(observer: Callable[[Site], None]) -> Iterator[None]:
+    """Tell ``observer`` the site of each collective just before it is issued."""
+    global _observer
+    outer, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = outer
+
+
+def chunk(length: int, size: int) -> int:
+    """Rows a rank holds of ``length`` rows shared by ``size`` ranks, the last ones padded."""
+    return -(-length // size)
+
+
+def pad(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """``x`` with zeros behind it along ``dim`` up to ``length``; ``x`` itself where it fits."""
+    missing = length - x.size(dim)
+    if missing == 0:
+        return x
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
+
+
+def local_slice(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """This rank's padded chunk of a whole tensor; nothing is sent."""
+    rows = chunk(x.size(dim), group.size)
+    start = min(rows * group.rank, x.size(dim))
+    stop = min(start + rows, x.size(dim))
+    return pad(x.narrow(dim, start, stop - start), dim, rows).contiguous()
+
+
+def all_reduce(x: torch.Tensor, group: Group, site: Site) -> torch.Tensor:
+    """Sum over the ranks."""
+    if _observer is not None:
+        _observer(site)
+    return _ops.wait_tensor(_ops.all_reduce(x, "sum", group.name))  # type: ignore[no-any-return]
+
+
+def all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site) -> torch.Tensor:
+    """The whole tensor, ``length`` along ``dim``, from every rank's padded chunk of it."""
+    if _observer is not None:
+        _observer(site)
+    shape = list(x.shape)
+    whole = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    rows = shape[dim] * group.size
+    if shape[:dim].count(1) != dim:
+        whole = whole.view(group.size, *shape).movedim(0, dim)
+    shape[dim] = rows
+    whole = whole.reshape(shape)
+    return whole if rows == length else whole.narrow(dim, 0, length)
+
+
+def reduce_scatter(x: torch.Tensor, dim: int, group: Group, site: Site) -> torch.Tensor:
+    """This rank's padded chunk of the sum over the ranks of a whole tensor."""
+    if _observer is not None:
+        _observer(site)
+    shape = list(x.shape)
+    rows = chunk(shape[dim], group.size)
+    x = pad(x, dim, rows * group.size)
+    if shape[:dim].count(1) == dim:
+        x = x.reshape(rows * group.size, *shape[dim + 1 :])
+    else:
+        split = shape[:dim] + [group.size, rows] + shape[dim + 1 :]
+        x = x.reshape(split).movedim(dim, 0).contiguous().flatten(0, 1)
+    part = _ops.wait_tensor(
+        _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)
+    )
+    shape[dim] = rows
+    return part.view(shape)  # type: ignore[no-any-return]

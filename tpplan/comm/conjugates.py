@@ -1,0 +1,151 @@
+"""The conjugate operators of tensor and sequence parallelism, as autograd functions.
+
+Each is the other's transpose: what one does forward its conjugate does backward. f and f* are of
+Shoeybi et al., "Megatron-LM" (2019), section 3; g and g* of Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
+
+| function           | textbook | forward             | backward            |
+|--------------------|----------|---------------------|---------------------|
+| ``copy_in``        | f        | nothing             | all-reduce          |
+| ``reduce_out``     | f*       | all-reduce          | nothing             |
+| ``gather_in``      | g        | all-gather          | reduce-scatter      |
+| ``scatter_out``    | g*       | reduce-scatter      | all-gather          |
+| ``split``          |          | own slice           | all-gather          |
+| ``join``           |          | all-gather          | own slice           |
+
+``split`` and ``join`` are for tensors that every rank holds, and uses, whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tpplan.comm.collectives import (
+    Group,
+    Site,
+    all_gather,
+    all_reduce,
+    chunk,
+    local_slice,
+    pad,
+    reduce_scatter,
+)
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One boundary: the ranks it spans and the sites its two collectives are reported under."""
+
+    group: Group
+    forward: Site
+    backward: Site
+
+
+def copy_in(x: torch.Tensor, transition: Transition) -> torch.Tensor:
+    """f: a whole tensor enters a sharded region; its gradient is summed over the ranks."""
+    return _CopyIn.apply(x, transition)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_out(x: torch.Tensor, transition: Transition) -> torch.Tensor:
+    """f*: partial sums leave a sharded region as their sum, whole on every rank."""
+    return _ReduceOut.apply(x, transition)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_in(x: torch.Tensor, dim: int, length: int, transition: Transition) -> torch.Tensor:
+    """g: padded chunks along ``dim`` enter a sharded region whole, ``length`` long."""
+    return _GatherIn.apply(x, dim, length, transition)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter_out(x: torch.Tensor, dim: int, transition: Transition) -> torch.Tensor:
+    """g*: partial sums leave a sharded region as this rank's padded chunk of their sum."""
+    return _ScatterOut.apply(x, dim, transition)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def split(x: torch.Tensor, dim: int, transition: Transition) -> torch.Tensor:
+    """This rank's padded chunk of a tensor every rank holds whole."""
+    return _Split.apply(x, dim, transition)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def join(x: torch.Tensor, dim: int, length: int, transition: Transition) -> torch.Tensor:
+    """The whole tensor from its chunks, padded or not, for code that is the same on every rank."""
+    return _Join.apply(x, dim, length, transition)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _CopyIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, transition: Transition) -> torch.Tensor:
+        ctx.transition = transition
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return all_reduce(grad, ctx.transition.group, ctx.transition.backward), None
+
+
+class _ReduceOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, transition: Transition) -> torch.Tensor:
+        return all_reduce(x, transition.group, transition.forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return grad, None
+
+
+class _GatherIn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, length: int, transition: Transition
+    ) -> torch.Tensor:
+        ctx.dim, ctx.transition = dim, transition
+        return all_gather(x, dim, length, transition.group, transition.forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        transition = ctx.transition
+        part = reduce_scatter(grad, ctx.dim, transition.group, transition.backward)
+        return part, None, None, None
+
+
+class _ScatterOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, transition: Transition) -> torch.Tensor:
+        ctx.dim, ctx.length, ctx.transition = dim, x.size(dim), transition
+        return reduce_scatter(x, dim, transition.group, transition.forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        transition = ctx.transition
+        whole = all_gather(grad, ctx.dim, ctx.length, transition.group, transition.backward)
+        return whole, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, transition: Transition) -> torch.Tensor:
+        ctx.dim, ctx.length, ctx.transition = dim, x.size(dim), transition
+        return local_slice(x, dim, transition.group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        transition = ctx.transition
+        whole = all_gather(grad, ctx.dim, ctx.length, transition.group, transition.backward)
+        return whole, None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, length: int, transition: Transition
+    ) -> torch.Tensor:
+        ctx.dim, ctx.rows, ctx.group = dim, x.size(dim), transition.group
+        padded = pad(x, dim, chunk(length, transition.group.size))
+        return all_gather(padded, dim, length, transition.group, transition.forward)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        part = local_slice(grad, ctx.dim, ctx.group)
+        return part.narrow(ctx.dim, 0, ctx.rows), None, None, None

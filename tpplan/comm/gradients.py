@@ -1,0 +1,79 @@
+"""From DTensor parameters to the local tensors that computation runs on, and back for gradients.
+
+One autograd function serves a whole group of parameters: one per parameter costs twice as much.
+It takes the parameters themselves, so they stay ordinary members of the graph (hooks, freezing,
+``autograd.grad``), and runs once every consumer of the group has contributed. That is why the
+gradients of replicated parameters that saw only part of the work can be summed here, all of them
+in one collective, without callbacks into the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tpplan import compat
+from tpplan.comm.collectives import Group, Site, all_reduce
+
+
+def localize(
+    parameters: Sequence[DTensor], summed: Sequence[bool], group: Group, site: Site
+) -> tuple[torch.Tensor, ...]:
+    """The local tensors of ``parameters``, which need gradients; differentiable.
+
+    Args:
+        parameters: leaves on one mesh.
+        summed: for each, whether its gradient is to be summed over the ranks of ``group``.
+        site: what the summing collective is reported under.
+    """
+    return _Localize.apply(tuple(summed), group, site, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def coalesced_sum(
+    tensors: Sequence[torch.Tensor], group: Group, site: Site
+) -> list[torch.Tensor]:
+    """Sum each tensor over the ranks, with one all-reduce for each dtype among them.
+
+    The results are contiguous tensors of their own: a view into the common buffer has a storage
+    offset, and a DTensor around such a view cannot be deep-copied.
+    """
+    results: list[torch.Tensor | None] = [None] * len(tensors)
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        indices = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        if len(indices) == 1:
+            results[indices[0]] = all_reduce(tensors[indices[0]].contiguous(), group, site)
+            continue
+        flat = all_reduce(torch.cat([tensors[i].reshape(-1) for i in indices]), group, site)
+        parts = flat.split([tensors[i].numel() for i in indices])
+        for i, part in zip(indices, parts, strict=True):
+            results[i] = part.clone().view(tensors[i].shape)
+    return [r for r in results if r is not None]
+
+
+class _Localize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, summed: tuple[bool, ...], group: Group, site: Site, *parameters: DTensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.summed, ctx.group, ctx.site = summed, group, site
+        ctx.specs = [compat.spec_of(p) for p in parameters]
+        locals_ = [compat.local_of(p) for p in parameters]
+        return tuple(t.view_as(t) for t in locals_)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        local = list(grads)
+        due = [i for i, g in enumerate(local) if g is not None and ctx.summed[i]]
+        if due:
+            total = coalesced_sum([grads[i] for i in due], ctx.group, ctx.site)  # type: ignore[misc]
+            for i, grad in zip(due, total, strict=True):
+                local[i] = grad
+        wrapped = (
+            None if g is None else compat.dtensor(g, spec)
+            for g, spec in zip(local, ctx.specs, strict=True)
+        )
+        return (None, None, None, *wrapped)

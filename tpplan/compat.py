@@ -1,0 +1,136 @@
+"""Every private or version-dependent torch API that tpplan uses, in one place.
+
+Written against torch 2.13 and meant to work on 2.11 to 2.15: what a release moves or renames is
+mended here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = [
+    "DTensorSpec",
+    "FakeTensor",
+    "FakeTensorMode",
+    "dtensor",
+    "dtensor_spec",
+    "fake_world",
+    "in_backward",
+    "local_of",
+    "mesh_of",
+    "run_when_ready",
+    "spec_of",
+]
+
+_RUN_AT_ONCE = 2**62
+_C10D_TABLES = (
+    "_pg_map",
+    "_pg_names",
+    "_pg_group_ranks",
+    "_pg_backend_config",
+    "_tags_to_pg",
+    "_pg_to_tag",
+    "_group_count",
+)
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """The shard a DTensor holds on this rank, without autograd (``to_local()`` records a node)."""
+    return tensor._local_tensor
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """The mesh, placements and global metadata of a DTensor."""
+    return tensor._spec
+
+
+def mesh_of(tensor: DTensor) -> DeviceMesh:
+    """The mesh of a DTensor."""
+    return tensor._spec.mesh
+
+
+def dtensor_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
+    """The spec of a contiguous global tensor of ``shape``; costs 10 µs, so callers keep it."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(int(size), 1))
+    meta = TensorMeta(torch.Size(shape), tuple(reversed(strides)), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around ``local`` outside autograd: for gradients and inside autograd functions.
+
+    The constructor cannot be traced by torch.compile; ``from_local`` can.
+    """
+    if torch.compiler.is_compiling():
+        assert spec.tensor_meta is not None
+        return DTensor.from_local(
+            local,
+            spec.mesh,
+            spec.placements,
+            run_check=False,
+            shape=spec.tensor_meta.shape,
+            stride=spec.tensor_meta.stride,
+        )
+    if local.requires_grad:
+        local = local.detach()
+    return DTensor(local, spec, requires_grad=False)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside autograd's backward (activation checkpointing recomputes)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def run_when_ready(node: Any) -> None:
+    """Let autograd run ``node`` as soon as its gradients are complete.
+
+    The engine orders ready nodes by creation, latest first; a node kept over several forwards
+    would wait for the end of the backward pass and hold every gradient until then.
+    """
+    node._set_sequence_nr(_RUN_AT_ONCE)
+
+
+@contextlib.contextmanager
+def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
+    """A process group of ``size`` ranks in which nothing is sent, and its 1-D mesh named "tp".
+
+    A live process group is set aside for the duration and put back afterwards, so that a dry run
+    can be asked for in the middle of a real run.
+    """
+    import torch.distributed.distributed_c10d as c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    default = c10d._world.default_pg
+    names = dict(c10d._world.pg_names)
+    tables = {key: getattr(c10d, key) for key in _C10D_TABLES if hasattr(c10d, key)}
+    for key, value in tables.items():
+        setattr(c10d, key, type(value)())
+    for name in names.values():
+        torch._C._distributed_c10d._unregister_process_group(name)
+    c10d._update_default_pg(None)
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        try:
+            yield init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+        finally:
+            dist.destroy_process_group()
+    finally:
+        for key, value in tables.items():
+            setattr(c10d, key, value)
+        c10d._update_default_pg(default)
+        for group, name in names.items():
+            torch._C._distributed_c10d._register_process_group(name, group)
