@@ -63,9 +63,9 @@ class Stream:
 
     def to_local(self, x: DTensor) -> torch.Tensor:
         """The plain padded chunk of a DTensor stream; one of other placements is redistributed."""
-        chunk_ = getattr(x, "_tpplan_chunk", None)
-        if chunk_ is not None:
-            return chunk_  # type: ignore[no-any-return]
+        kept = getattr(x, "_tpplan_chunk", None)
+        if kept is not None and kept[1] == x._version:
+            return kept[0]  # type: ignore[no-any-return]
         if not self.is_sharded(x):
             x = x.redistribute(placements=[Shard(self.dim)])
         if torch.compiler.is_compiling():
@@ -87,8 +87,9 @@ class Stream:
             )
         x: DTensor = _ToGlobal.apply(local, self, length, dim)  # type: ignore[no-untyped-call]
         if dim == self.dim:
-            # the next element of the stack takes the chunk from here and skips both conversions
-            x._tpplan_chunk = local  # type: ignore[attr-defined]
+            # the next element of the stack takes the chunk from here and skips both conversions,
+            # unless somebody has changed the DTensor in place since
+            x._tpplan_chunk = (local, x._version)  # type: ignore[attr-defined]
         return x
 
     def whole(self, x: DTensor, transition: Transition) -> torch.Tensor:

@@ -1,0 +1,23 @@
+"""Walk, match, resolve, check: from a plan and a model to a ``CompiledPlan``."""
+
+from tpplan.planner.compile import compile_plan
+from tpplan.planner.compiled import (
+    Argument,
+    Boundary,
+    CompiledPlan,
+    Element,
+    KernelChoice,
+    ModulePlan,
+    ParameterPlan,
+)
+
+__all__ = [
+    "Argument",
+    "Boundary",
+    "CompiledPlan",
+    "Element",
+    "KernelChoice",
+    "ModulePlan",
+    "ParameterPlan",
+    "compile_plan",
+]

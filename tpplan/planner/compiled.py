@@ -1,0 +1,136 @@
+"""``CompiledPlan``: what will become of a model, decided and checked before anything is touched.
+
+Immutable data, and the only thing the later rooms read: every parameter's placement, every
+boundary, every kernel. Module paths are those of ``named_modules()`` ("" is the model itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor.placement_types import Placement
+
+from tpplan.language import Plan, Rule
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a module's forward, by name and, where it has one, by position."""
+
+    name: str
+    index: int | None
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """What becomes of one parameter; a tied one appears once, under its first name.
+
+    Attributes:
+        shape: global; local_shape: of the first rank, which has the most rows.
+        summed: whether its gradient is summed over the ranks, because each rank's is only a part.
+        aliases: its other names where it is tied.
+        rule: the rule that decided, or None where it is small and was left replicated.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placement: Placement
+    local_shape: tuple[int, ...]
+    summed: bool = False
+    aliases: tuple[str, ...] = ()
+    rule: Rule | None = None
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Where the stream enters a sharded region: gathered under SP, copied (f) without.
+
+    Attributes:
+        argument: the argument of the module that enters.
+        consumers: the column-parallel modules it serves.
+        shared: all modules, in order of execution, that enter with this same tensor object and
+            share one collective; just the module itself where nothing is shared.
+    """
+
+    argument: Argument
+    consumers: tuple[str, ...]
+    shared: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Element:
+    """An element of the layer stack: where the stream goes local and comes back.
+
+    Attributes:
+        argument: the argument that carries the stream.
+        output: its place in a tuple of outputs, None where the output is the stream itself.
+    """
+
+    argument: Argument
+    output: int | None
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """Which implementation runs a module that a fused kernel could serve, and why."""
+
+    kind: str
+    implementation: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """What becomes of one module; a module without an entry is left exactly as it is.
+
+    Attributes:
+        style: its rule's style, or None where it has no rule but parameters of its own, or runs
+            rewritten modules.
+        parameters: names of its own parameters that become DTensors.
+        container: whether the stream passes through it in its global form.
+        draws: whether it draws random numbers in training (dropout).
+        attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
+        options: the rule's remaining options.
+    """
+
+    path: str
+    style: str | None
+    rule: Rule | None = None
+    parameters: tuple[str, ...] = ()
+    boundary: Boundary | None = None
+    element: Element | None = None
+    container: bool = False
+    draws: bool = False
+    attributes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+    kernel: KernelChoice | None = None
+
+
+@dataclass(frozen=True)
+class CompiledPlan:
+    """A plan compiled onto one model, for one tp.
+
+    Attributes:
+        modules: by path, in the order of ``named_modules()``.
+        parameters: by name, in the order of ``named_parameters()``.
+        unmatched: optional patterns that matched nothing.
+    """
+
+    plan: Plan
+    tp: int
+    sequence_parallel: bool
+    modules: Mapping[str, ModulePlan]
+    parameters: Mapping[str, ParameterPlan]
+    unmatched: tuple[str, ...] = ()
+
+    def parameter(self, name: str) -> ParameterPlan:
+        """The entry of a parameter under any of its names; KeyError where there is none."""
+        if name in self.parameters:
+            return self.parameters[name]
+        for entry in self.parameters.values():
+            if name in entry.aliases:
+                return entry
+        raise KeyError(name)

@@ -1,0 +1,86 @@
+"""Which rule governs which module: patterns against the paths of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from tpplan.language import Diagnostic, Plan, Rule, nearest
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Rules by module path and by bare parameter name, and the optional patterns left over."""
+
+    modules: Mapping[str, Rule]
+    parameters: Mapping[str, Rule]
+    unmatched: tuple[str, ...]
+
+
+def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
+    """Match a plan's rules; an exact path beats a pattern, two patterns on one path are an error."""
+    modules = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    claims: dict[str, list[Rule]] = {}
+    diagnostics: list[Diagnostic] = []
+    unmatched: list[str] = []
+    for rule in plan.rules:
+        hits = [p for p in modules if rule.pattern.matches(p)]
+        hits = hits or [p for p in parameters if rule.pattern.matches(p)]
+        for path in hits:
+            claims.setdefault(path, []).append(rule)
+        if hits:
+            continue
+        if rule.optional:
+            unmatched.append(rule.pattern.text)
+            continue
+        message = f"pattern '{rule.pattern.text}' matches no module of {type(model).__name__}"
+        guess = nearest(rule.pattern, modules + parameters)
+        hint = (
+            f"did you mean '{guess}'?"
+            if guess
+            else "put the rule under 'optional:' if it need not match"
+        )
+        diagnostics.append(Diagnostic(message, rule.position, hint))
+
+    chosen: dict[str, Rule] = {}
+    clashes: dict[tuple[str, str], list[str]] = {}
+    for path, rules in claims.items():
+        exact = [r for r in rules if r.pattern.is_exact]
+        chosen[path] = (exact or rules)[0]
+        if not exact and len(rules) > 1:
+            for other in rules[1:]:
+                clashes.setdefault((rules[0].pattern.text, other.pattern.text), []).append(path)
+    by_text = {r.pattern.text: r for r in plan.rules}
+    for (first, second), paths in clashes.items():
+        diagnostics.append(
+            Diagnostic(
+                f"two patterns claim {fold(paths)}",
+                by_text[second].position,
+                "make one of them narrower, or name the module by its exact path",
+                (("the other pattern", by_text[first].position),),
+            )
+        )
+    known = set(modules)
+    return (
+        Matches(
+            {p: r for p, r in chosen.items() if p in known},
+            {p: r for p, r in chosen.items() if p not in known},
+            tuple(unmatched),
+        ),
+        diagnostics,
+    )
+
+
+def fold(paths: Iterable[str]) -> str:
+    """Paths that differ only in layer numbers, as one pattern and a count."""
+    groups: dict[str, int] = {}
+    for path in paths:
+        pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
+        groups[pattern] = groups.get(pattern, 0) + 1
+    shown = [f"{p} ({n} of them)" if n > 1 else p for p, n in groups.items()]
+    if len(shown) > 4:
+        shown[4:] = [f"and {len(shown) - 4} more"]
+    return ", ".join(p if p else "the model itself" for p in shown)

@@ -1,0 +1,72 @@
+"""A model's shadow: the same modules with fake parameters, to run at no cost and touch nothing."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.compat import FakeTensorMode
+from tpplan.language import Diagnostic, PlanError
+
+BATCH, LENGTH = 2, 8
+
+
+def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of ``model`` whose tensors are fake CPU tensors of the same shapes and ties.
+
+    Raises:
+        PlanError: where the model's own state cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    with mode:
+        for module in model.modules():
+            own = (module._parameters, module._buffers, vars(module))
+            for tensor in (t for table in own for t in table.values()):
+                if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
+                    memo[id(tensor)] = _fake(tensor)
+        try:
+            return copy.deepcopy(model, memo)
+        except Exception as error:
+            message = f"cannot copy the structure of {type(model).__name__}: {error}"
+            hint = "a model must survive copy.deepcopy to be examined without being touched"
+            raise PlanError([Diagnostic(message, hint=hint)]) from error
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
+
+
+def example_inputs(
+    model: nn.Module, batch: int = BATCH, length: int = LENGTH
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs for a model that takes token ids, or activations where it holds no embedding.
+
+    Returns real CPU tensors as (args, kwargs): ids of shape (batch, length), or activations
+    (batch, length, width) with the width of the model's first Linear.
+    """
+    names = list(inspect.signature(model.forward).parameters)
+    embeds = any(isinstance(m, nn.Embedding) for m in model.modules())
+    if "input_ids" in names:
+        return (), {"input_ids": torch.zeros(batch, length, dtype=torch.long)}
+    if embeds:
+        return (torch.zeros(batch, length, dtype=torch.long),), {}
+    width = next((m.in_features for m in model.modules() if isinstance(m, nn.Linear)), 1)
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    return (torch.zeros(batch, length, width, dtype=dtype),), {}
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a user gave as ``inputs=`` (a mapping, a tuple or one tensor) as (args, kwargs)."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    return (inputs,), {}

@@ -1,0 +1,201 @@
+"""One abstract forward pass, recorded: which module got which tensor, and which op used it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from tpplan.compat import FakeTensorMode
+from tpplan.planner.compiled import Argument
+
+
+@dataclass
+class Call:
+    """One call of a module: its place among the calls, what it got and what it gave.
+
+    Tensors are numbered in the order they were first seen; two mentions of one number are one
+    tensor object. ``parent`` is the index of the enclosing call; ``end`` is one past the last
+    call made within this one.
+    """
+
+    index: int
+    path: str
+    parent: int | None
+    arguments: Mapping[int, Argument]
+    outputs: tuple[int, ...] = ()
+    output_is_tuple: bool = False
+    end: int = 0
+    first_op: int = 0
+    last_op: int = 0
+
+
+@dataclass(frozen=True)
+class Op:
+    """One ATen op: the tensors it read and made, and the innermost module call around it."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    call: int
+    random: bool
+
+
+@dataclass
+class Trace:
+    """Calls and ops of one forward pass, in order."""
+
+    calls: list[Call] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    floating: set[int] = field(default_factory=set)
+    parameters: dict[int, str] = field(default_factory=dict)
+    inputs: tuple[int, ...] = ()
+
+    def calls_of(self, path: str) -> list[Call]:
+        """The calls of the module at ``path``."""
+        return [c for c in self.calls if c.path == path]
+
+    def ancestors(self, call: int | None) -> Iterable[Call]:
+        """The calls around ``call``, the innermost (itself) first."""
+        while call is not None:
+            yield self.calls[call]
+            call = self.calls[call].parent
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.stack: list[int] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def number(self, tensor: torch.Tensor) -> int:
+        known = self._numbers.get(id(tensor))
+        if known is not None:
+            return known
+        number = len(self._alive)
+        self._numbers[id(tensor)] = number
+        self._alive.append(tensor)
+        self.trace.shapes[number] = tuple(int(n) for n in tensor.shape)
+        if tensor.is_floating_point():
+            self.trace.floating.add(number)
+        return number
+
+    def numbers(self, values: Any) -> tuple[int, ...]:
+        leaves = tree_flatten(values)[0]
+        return tuple(self.number(t) for t in leaves if isinstance(t, torch.Tensor))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.stack:
+            op = Op(
+                str(func),
+                self.numbers((args, kwargs)),
+                self.numbers(out),
+                self.stack[-1],
+                _draws(func, args, kwargs or {}),
+            )
+            self.trace.ops.append(op)
+        return out
+
+
+def _draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    # attention ops carry the tag for a dropout that is mostly zero
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given)
+    return True
+
+
+def record(
+    shadow: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Trace:
+    """Run ``shadow`` once on fake tensors, in the mode (train or eval) it is in, and record it.
+
+    Whatever the model's forward raises on these inputs is raised.
+    """
+    recorder = _Recorder()
+    for name, parameter in shadow.named_parameters(remove_duplicate=False):
+        recorder.trace.parameters.setdefault(recorder.number(parameter), name)
+    handles = []
+    for path, module in shadow.named_modules():
+        before, after = _hooks(recorder, path, module)
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(after))
+    try:
+        with mode, torch.no_grad(), recorder:
+            fake_args, fake_kwargs = fake_inputs(mode, (args, dict(kwargs)))
+            recorder.trace.inputs = recorder.numbers((fake_args, fake_kwargs))
+            shadow(*fake_args, **fake_kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recorder.trace
+
+
+def fake_inputs(mode: FakeTensorMode, values: Any) -> Any:
+    """``values`` with every tensor in it fake, on the CPU."""
+    leaves, spec = tree_flatten(values)
+    fakes = [
+        mode.from_tensor(t.detach().cpu()) if isinstance(t, torch.Tensor) else t for t in leaves
+    ]
+    return torch.utils._pytree.tree_unflatten(fakes, spec)
+
+
+def _hooks(
+    recorder: _Recorder, path: str, module: nn.Module
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    signature = inspect.signature(module.forward)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trace = recorder.trace
+        call = Call(
+            index=len(trace.calls),
+            path=path,
+            parent=recorder.stack[-1] if recorder.stack else None,
+            arguments={
+                recorder.number(t): argument for argument, t in _tensors(signature, args, kwargs)
+            },
+            first_op=len(trace.ops),
+        )
+        trace.calls.append(call)
+        recorder.stack.append(call.index)
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        trace = recorder.trace
+        call = trace.calls[recorder.stack.pop()]
+        call.outputs = recorder.numbers(output)
+        call.output_is_tuple = isinstance(output, tuple | list)
+        call.end, call.last_op = len(trace.calls), len(trace.ops)
+
+    return before, after
+
+
+def _tensors(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterable[tuple[Argument, torch.Tensor]]:
+    """The tensors among a call's arguments, named as the forward names them."""
+    names = [
+        p.name
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    for index, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            yield Argument(names[index] if index < len(names) else "", index), value
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            yield Argument(name, names.index(name) if name in names else None), value

@@ -1,0 +1,64 @@
+"""A ``CompiledPlan`` onto the user's model: all of it, or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from tpplan.comm import Stream
+from tpplan.planner import CompiledPlan
+from tpplan.rewrite.entry import Entry
+from tpplan.rewrite.styles import PlannedStyle
+
+_MARK = "_tpplan_plan"
+
+
+def apply(
+    model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh, src_data_rank: int | None = 0
+) -> nn.Module:
+    """Rewrite ``model`` in place; whatever is raised half-way, it is left as it was.
+
+    Args:
+        mesh: one-dimensional, of ``compiled.tp`` ranks.
+        src_data_rank: the rank of the group whose values count; None trusts each rank's own.
+    """
+    before = [
+        (module, type(module), dict(vars(module)), dict(module._parameters), dict(module._buffers))
+        for module in model.modules()
+    ]
+    try:
+        if compiled.tp > 1:
+            stream = Stream(mesh, compiled.sequence_parallel, compiled.plan.sequence_dim)
+            installed: dict[str, nn.Parameter] = {}
+            entries: dict[tuple[str, ...], Entry] = {}
+            styles: dict[str, Any] = {
+                path: PlannedStyle(plan, compiled, stream, installed, entries, src_data_rank)
+                for path, plan in compiled.modules.items()
+            }
+            parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)
+            _move_buffers(model, mesh.device_type)
+        object.__setattr__(model, _MARK, compiled)
+    except BaseException:
+        for module, original, attributes, parameters, buffers in before:
+            module.__class__ = original
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+        raise
+    return model
+
+
+def _move_buffers(model: nn.Module, device_type: str) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type not in (device_type, "meta"):
+                module._buffers[name] = buffer.to(device_type)
+
+
+def plan_of(model: nn.Module) -> CompiledPlan | None:
+    """The plan a model was rewritten by, or None."""
+    return vars(model).get(_MARK)

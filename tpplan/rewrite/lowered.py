@@ -1,0 +1,150 @@
+"""What every rewritten module has in common: its class is swapped, its data stays on it.
+
+The new class derives from the module's own, so every isinstance check that held still holds; it
+keeps the name, so ``repr`` and the model's own look-ups by class name are unchanged. Nothing is
+captured in closures: a deep copy computes with the copy's weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tpplan.comm import Stream, Transition
+from tpplan.planner import ModulePlan
+from tpplan.rewrite.entry import Entry
+from tpplan.rewrite.parameters import Own
+
+
+class State:
+    """What a rewritten module knows.
+
+    Attributes:
+        plan: what was decided for the module.
+        stream: shared by all rewritten modules of the model.
+        own: the module's own parameters.
+        transition: the sites of the collectives its style issues.
+        entry: its boundary, shared with the modules that enter with the same tensor.
+        members: rewritten modules inside it, found when first needed.
+        checked: whether its first batch was compared across the ranks.
+    """
+
+    def __init__(
+        self,
+        plan: ModulePlan,
+        stream: Stream,
+        own: Own,
+        transition: Transition,
+        entry: Entry | None = None,
+    ) -> None:
+        self.plan = plan
+        self.stream = stream
+        self.own = own
+        self.transition = transition
+        self.entry = entry
+        self.members: list[tuple[Lowered, Own]] | None = None
+        self.checked = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        own, entry = copy.deepcopy((self.own, self.entry), memo)
+        twin = State(self.plan, self.stream, own, self.transition, entry)
+        memo[id(self)] = twin
+        return twin
+
+
+class Lowered(nn.Module):
+    """Base of the classes that rewritten modules take on. Never instantiated itself."""
+
+    _tpplan: State
+
+    def _locals(self) -> tuple[torch.Tensor, ...]:
+        state = self._tpplan
+        return state.own.read(self, state.stream)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # torch swaps a DTensor's contents in place, which it refuses while a graph holds it
+        own = self._tpplan.own
+        before = tuple(self._parameters[name] for name in own.names)
+        installed = all(p is q for p, q in zip(before, own.installed, strict=True))
+        own.drop()
+        result = super()._apply(fn, recurse)
+        if installed:
+            own.adopt(self)
+        return result
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *rest: Any
+    ) -> None:
+        # a checkpoint of the unsharded model loads as before: each rank takes its own shard
+        own = self._tpplan.own
+        installed = [self._parameters[n] is p for n, p in zip(own.names, own.installed, strict=True)]
+        for name in own.names:
+            given, here = state_dict.get(prefix + name), self._parameters[name]
+            if not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+                continue
+            if isinstance(here, DTensor) and given.shape == here.shape:
+                shard = distribute_tensor(
+                    given.detach(), here.device_mesh, here.placements, src_data_rank=None
+                )
+                state_dict[prefix + name] = shard
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        if all(installed):
+            own.adopt(self)
+
+
+class LocalParameters(Lowered):
+    """Runs the module's own forward with local tensors standing in for its parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        names = self._tpplan.own.names
+        if not names:
+            return super().forward(*args, **kwargs)
+        own = self._parameters
+        outer = [own[name] for name in names]
+        for name, local in zip(names, self._locals(), strict=True):
+            own[name] = local  # type: ignore[assignment]
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for name, parameter in zip(names, outer, strict=True):
+                own[name] = parameter
+
+
+def lower(module: nn.Module, roles: Sequence[type[Lowered]], state: State) -> None:
+    """Give ``module`` the classes ``roles`` (the outermost first) in front of its own."""
+    module.__class__ = _class(tuple(roles), type(module))
+    object.__setattr__(module, "_tpplan", state)
+
+
+@functools.cache
+def _class(roles: tuple[type[Lowered], ...], original: type[nn.Module]) -> type[nn.Module]:
+    body: dict[str, Any] = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    # a copy of the outermost role's forward that shows the original's signature: Trainer and
+    # generate() read the names of a model's arguments from it
+    outermost = next(role for role in roles if "forward" in vars(role)).forward
+    forward = types.FunctionType(
+        outermost.__code__,
+        outermost.__globals__,
+        outermost.__name__,
+        outermost.__defaults__,
+        outermost.__closure__,
+    )
+    forward.__kwdefaults__ = outermost.__kwdefaults__
+    body["forward"] = functools.update_wrapper(forward, original.forward)
+    return type(original.__name__, (*roles, original), body)
+
+
+def is_lowered(module: nn.Module) -> bool:
+    """Whether tpplan has rewritten this module."""
+    return isinstance(module, Lowered)

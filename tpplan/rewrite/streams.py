@@ -1,0 +1,203 @@
+"""The modules that the stream passes through: containers, elements, boundaries, norms."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tpplan.comm import Site, split
+from tpplan.comm.agreement import require_same_inputs
+from tpplan.comm.conjugates import join
+from tpplan.planner import Argument
+from tpplan.rewrite.lowered import Lowered
+from tpplan.rewrite.parameters import Own, make
+
+SUMMED = "gradients of replicated parameters, summed"
+
+
+def _taken(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if argument.name in kwargs:
+        return kwargs[argument.name]
+    if argument.index is not None and argument.index < len(args):
+        return args[argument.index]
+    return None
+
+
+def _replaced(
+    argument: Argument, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if argument.name in kwargs:
+        return args, {**kwargs, argument.name: value}
+    assert argument.index is not None
+    return (*args[: argument.index], value, *args[argument.index + 1 :]), kwargs
+
+
+def _members(module: Lowered) -> list[tuple[Lowered, Own]]:
+    state = module._tpplan
+    if state.members is None:
+        state.members = [
+            (m, m._tpplan.own)
+            for m in module.modules()
+            if isinstance(m, Lowered) and m._tpplan.own.names
+        ]
+    return state.members
+
+
+def _prepare(module: Lowered, summed_only: bool) -> None:
+    """Make the local tensors that are missing inside ``module``, with one autograd function."""
+    jobs = [
+        (inner, own, index)
+        for inner, own in _members(module)
+        for index in own.stale(inner)
+        if own.summed[index] or not summed_only
+    ]
+    if jobs:
+        state = module._tpplan
+        make(jobs, state.stream, Site(state.plan.path, SUMMED))
+
+
+class Container(Lowered):
+    """Runs rewritten modules inside its own forward, between which the stream is global.
+
+    The outermost one, which the user called, answers with full tensors, unless it was given the
+    stream in its global form.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
+        stream = state.stream
+        if stream.inside:
+            with stream.entered():
+                return super().forward(*args, **kwargs)
+        if not state.checked and not torch.compiler.is_compiling():
+            require_same_inputs((args, kwargs), stream.group, Site(state.plan.path, "first batch"))
+            state.checked = True
+        _prepare(self, summed_only=True)
+        with stream.entered():
+            out = super().forward(*args, **kwargs)
+        if not stream.sequence_parallel or any(
+            stream.is_sharded(x) for x in (*args, *kwargs.values())
+        ):
+            return out
+        return _converted(out, self._whole)
+
+    def _whole(self, x: DTensor) -> torch.Tensor:
+        state = self._tpplan
+        if state.stream.is_sharded(x) and x.dim() > state.stream.dim + 1:
+            return state.stream.whole(x, state.transition)
+        if x.placements[0].is_shard():
+            return x
+        return x.full_tensor()
+
+
+def _converted(value: Any, convert: Callable[[DTensor], torch.Tensor]) -> Any:
+    """``value`` with every DTensor in its tuples, lists, mappings and dataclasses converted."""
+    if isinstance(value, DTensor):
+        return convert(value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            new = _converted(item, convert)
+            if new is not item:
+                value[key] = new
+        return value
+    if isinstance(value, tuple | list):
+        items = [_converted(item, convert) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name)
+            new = _converted(item, convert)
+            if new is not item:
+                setattr(value, field.name, new)
+    return value
+
+
+class Element(Lowered):
+    """An element of the layer stack: takes its chunk of the stream, and answers in kind."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
+        stream = state.stream
+        _prepare(self, summed_only=False)
+        plan = state.plan.element
+        assert plan is not None
+        x = _taken(plan.argument, args, kwargs)
+        if not stream.sequence_parallel or stream.length is not None or x is None:
+            return super().forward(*args, **kwargs)
+        length = x.size(stream.dim)
+        if isinstance(x, DTensor):
+            local = stream.to_local(x)
+        else:
+            local = split(x, stream.dim, state.transition)
+        stays = isinstance(x, DTensor) or stream.inside
+        args, kwargs = _replaced(plan.argument, local, args, kwargs)
+        stream.length = length
+        try:
+            out = super().forward(*args, **kwargs)
+        finally:
+            stream.length = None
+
+        def answer(y: torch.Tensor) -> torch.Tensor:
+            if stays:
+                return stream.to_global(y, length)
+            return join(y, stream.dim, length, state.transition)
+
+        if plan.output is None:
+            return answer(out)
+        items = list(out)
+        items[plan.output] = answer(items[plan.output])
+        return type(out)(items)
+
+
+class Boundary(Lowered):
+    """The outermost module that was given a tensor for column-parallel layers only."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
+        plan, entry = state.plan.boundary, state.entry
+        assert plan is not None and entry is not None
+        x = _taken(plan.argument, args, kwargs)
+        args, kwargs = _replaced(plan.argument, entry.enter(x, state.stream), args, kwargs)
+        return super().forward(*args, **kwargs)
+
+
+class SequenceParallel(Lowered):
+    """Runs on this rank's rows of the sequence (norms, dropout, position embeddings)."""
+
+    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
+        stream = state.stream
+        if not stream.sequence_parallel or stream.length is not None:
+            return super().forward(input, *args, **kwargs)
+        if isinstance(input, DTensor):
+            length = input.size(stream.dim)
+            out = super().forward(stream.to_local(input), *args, **kwargs)
+            return stream.to_global(out, length)
+        if input.is_floating_point():
+            local = split(input, stream.dim, state.transition)
+            out = super().forward(local, *args, **kwargs)
+            return join(out, stream.dim, input.size(stream.dim), state.transition)
+        # ids of positions, of shape (sequence,) or (batch, sequence)
+        dim, length = input.dim() - 1, input.size(-1)
+        out = super().forward(split(input, dim, state.transition), *args, **kwargs)
+        if stream.inside:
+            return stream.to_global(out, length, dim)
+        return join(out, dim, length, state.transition)
+
+
+class Draws(Lowered):
+    """Draws random numbers in training, which is refused: the masks would not fit together."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and getattr(self, "p", 1.0) > 0:
+            raise RuntimeError(
+                f"{self._tpplan.plan.path}: dropout with p > 0 is not supported in training under "
+                "tensor parallelism yet; set p to 0 before tpplan.parallelize, or call model.eval()"
+            )
+        return super().forward(*args, **kwargs)

@@ -1,0 +1,74 @@
+"""Vocab-parallel embedding and head: each rank holds a range of the vocabulary's rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard
+
+from tpplan.comm import chunk, join, reduce_out, scatter_out
+from tpplan.rewrite.lowered import Lowered
+
+
+class VocabEmbedding(Lowered):
+    """A masked look-up of this rank's rows, summed over the ranks.
+
+    Under sequence parallelism the sum is scattered at once, and the model's own code gets the
+    stream in its global form. An id outside the vocabulary raises as it does unsharded.
+    """
+
+    num_embeddings: int
+    padding_idx: int | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        state = self._tpplan
+        stream = state.stream
+        (weight,) = self._locals()
+        rows = weight.size(0)
+        first = chunk(self.num_embeddings, stream.group.size) * stream.group.rank
+        local = input - first
+        elsewhere = (local < 0) | (local >= rows)
+        known = (input >= 0) & (input < self.num_embeddings)
+        local = local.masked_fill(elsewhere & known, 0)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < rows:
+            padding = None
+        partial = F.embedding(local, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
+        if not stream.sequence_parallel or input.dim() <= stream.dim:
+            return reduce_out(partial, state.transition)
+        out = scatter_out(partial, stream.dim, state.transition)
+        if stream.length is not None:
+            return out
+        length = input.size(stream.dim)
+        if stream.inside:
+            return stream.to_global(out, length)
+        return join(out, stream.dim, length, state.transition)
+
+
+class VocabHead(Lowered):
+    """Logits of this rank's range of the vocabulary; gathered, or a DTensor where the plan asks.
+
+    A sharded result is a DTensor of the global shape: a loss that views it by the vocabulary's
+    size would misread a plain shard.
+    """
+
+    out_features: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        state = self._tpplan
+        logits = F.linear(input, *self._locals())
+        last = logits.dim() - 1
+        if state.plan.options.get("output") == "shard":
+            shape = (*logits.shape[:-1], self.out_features)
+            strides = [1]
+            for size in reversed(shape[1:]):
+                strides.append(strides[-1] * size)
+            return DTensor.from_local(
+                logits,
+                state.stream.mesh,
+                [Shard(last)],
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=tuple(reversed(strides)),
+            )
+        return join(logits, last, self.out_features, state.transition)
