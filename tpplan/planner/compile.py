@@ -50,6 +50,11 @@ def compile_plan(
     return compiler.result()
 
 
+def call_for(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call a model is traced with: what the user gave, or token ids."""
+    return example_inputs(model) if inputs is None else as_call(inputs)
+
+
 class _Compiler:
     def __init__(
         self, model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool | None
@@ -177,7 +182,7 @@ class _Compiler:
         """Run the model's shadow, infer what the plan leaves open, check what it says."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         shadow = shadow_of(self.model, mode)
-        call = example_inputs(self.model) if inputs is None else as_call(inputs)
+        call = call_for(self.model, inputs)
         self.trace = self.run(shadow.eval(), mode, call)
         drawing = self.run(shadow.train(), mode, call)
         self.draws = {drawing.calls[op.call].path for op in drawing.ops if op.random}

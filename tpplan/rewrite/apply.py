@@ -17,12 +17,15 @@ _MARK = "_tpplan_plan"
 
 
 def apply(
-    model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh, src_data_rank: int | None = 0
+    model: nn.Module,
+    compiled: CompiledPlan,
+    mesh: DeviceMesh | None,
+    src_data_rank: int | None = 0,
 ) -> nn.Module:
     """Rewrite ``model`` in place; whatever is raised half-way, it is left as it was.
 
     Args:
-        mesh: one-dimensional, of ``compiled.tp`` ranks.
+        mesh: one-dimensional, of ``compiled.tp`` ranks; not needed at tp 1.
         src_data_rank: the rank of the group whose values count; None trusts each rank's own.
     """
     before = [
@@ -30,7 +33,7 @@ def apply(
         for module in model.modules()
     ]
     try:
-        if compiled.tp > 1:
+        if compiled.tp > 1 and mesh is not None:
             stream = Stream(mesh, compiled.sequence_parallel, compiled.plan.sequence_dim)
             installed: dict[str, nn.Parameter] = {}
             entries: dict[tuple[str, ...], Entry] = {}

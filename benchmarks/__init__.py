@@ -1,0 +1,1 @@
+"""Benchmarks: each prints how tpplan compares with its peers."""

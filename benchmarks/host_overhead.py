@@ -1,0 +1,261 @@
+"""Host time of one transformer block, forward and backward, against hand-lowered code and torch.
+
+The process group is fake and the tensors are tiny, so what remains is the time Python, dispatch
+and autograd need. Before anything is timed, each variant is compared with the unsharded block on
+two gloo ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.blocks import SHARDED_DIM, Block, HandLoweredBlock
+from benchmarks.common import TOLERANCE, finish, gradient_error, on_ranks, option_parser, parse
+from benchmarks.common import table as as_table
+
+WIDTH, HEADS, INNER, SEQUENCE, RANKS = 64, 4, 128, 16, 2
+HAND_BAR, TORCH_BAR = 1.4, 4.2
+MODES = {"TP": False, "TP+SP": True}
+PLAN = {
+    "tpplan": 1,
+    "rules": {
+        "input_norm": "sequence_parallel",
+        "attn.{q,k,v}_proj": "colwise",
+        "attn.o_proj": "rowwise",
+        "post_norm": "sequence_parallel",
+        "mlp.{gate,up}_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A block on this rank, the stream that enters it and the gradient that comes back."""
+
+    module: nn.Module
+    x: Tensor
+    grad: Tensor
+    parameters: tuple[nn.Parameter, ...]
+
+    def step(self) -> Tensor:
+        """Forward and backward; gradients start from none."""
+        self.x.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
+        y: Tensor = self.module(self.x)
+        y.backward(self.grad)
+        return y
+
+
+Lowering = Callable[[Block, DeviceMesh, bool], nn.Module]
+
+
+def by_hand(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> nn.Module:
+    """Raw collectives and plain local parameters."""
+    return HandLoweredBlock(block, mesh, sequence_parallel)
+
+
+def by_torch(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> nn.Module:
+    """The styles of torch.distributed.tensor.parallel, as PyTorch's tutorial uses them."""
+    stream = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        **{f"attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "attn.o_proj": RowwiseParallel(output_layouts=stream),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=stream),
+    }
+    if sequence_parallel:
+        enter = {"input_layouts": (stream,), "desired_input_layouts": (Replicate(),)}
+        plan |= {"input_norm": SequenceParallel(), "post_norm": SequenceParallel()}
+        plan |= {"attn": PrepareModuleInput(**enter), "mlp": PrepareModuleInput(**enter)}
+    return parallelize_module(block, mesh, plan, src_data_rank=None)
+
+
+def by_tpplan(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> nn.Module:
+    """The same unmodified block under a plan."""
+    import tpplan
+
+    return tpplan.parallelize(
+        block,
+        PLAN,
+        mesh=mesh,
+        sequence_parallel=sequence_parallel,
+        inputs=torch.zeros(1, SEQUENCE, WIDTH),
+        src_data_rank=None,
+    )
+
+
+LOWERINGS: Mapping[str, Lowering] = {"hand": by_hand, "torch": by_torch, "tpplan": by_tpplan}
+
+
+def new_block() -> Block:
+    """The block every variant starts from."""
+    torch.manual_seed(0)
+    return Block(WIDTH, HEADS, INNER)
+
+
+def stream_and_gradient() -> tuple[Tensor, Tensor]:
+    """What enters the block and the gradient of what leaves it, whole."""
+    torch.manual_seed(1)
+    return torch.randn(1, SEQUENCE, WIDTH), torch.randn(1, SEQUENCE, WIDTH)
+
+
+def case(variant: str, mesh: DeviceMesh, sequence_parallel: bool) -> Case:
+    """A variant ready to run; tpplan's stream between blocks is a DTensor, the others' is plain."""
+    module = LOWERINGS[variant](new_block(), mesh, sequence_parallel)
+    x, grad = stream_and_gradient()
+    if sequence_parallel:
+        rank = mesh.get_local_rank()
+        x, grad = (t.chunk(mesh.size(), 1)[rank].contiguous() for t in (x, grad))
+        if variant == "tpplan":
+            x, grad = (DTensor.from_local(t, mesh, [Shard(1)], run_check=False) for t in (x, grad))
+    return Case(module, x.detach().requires_grad_(), grad, tuple(module.parameters()))
+
+
+def verify(variant: str, sequence_parallel: bool) -> float:
+    """On a real rank: the largest error of the output and of all gradients, over the ranks."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    x, grad = stream_and_gradient()
+    reference = Case(new_block(), x.requires_grad_(), grad, ())
+    whole = {"output": reference.step().detach(), "input": _gradient(reference.x)}
+    rank = mesh.get_local_rank()
+    if sequence_parallel:
+        whole = {name: t.chunk(RANKS, 1)[rank] for name, t in whole.items()}
+    expected = {n: _gradient(p) for n, p in reference.module.named_parameters()}
+
+    sharded = case(variant, mesh, sequence_parallel)
+    output = sharded.step().detach()
+    got = {"output": _local(output), "input": _local(_gradient(sharded.x))}
+    gradients = {}
+    for name, parameter in sharded.module.named_parameters():
+        gradient = _gradient(parameter)
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        elif name in SHARDED_DIM and variant == "hand":
+            expected[name] = expected[name].chunk(RANKS, SHARDED_DIM[name])[rank]
+        gradients[name] = gradient
+    error = torch.tensor([gradient_error(got, whole), gradient_error(gradients, expected)]).max()
+    dist.all_reduce(error, dist.ReduceOp.MAX)
+    return error.item()
+
+
+def verify_all(variants: list[str]) -> dict[str, float]:
+    """The error of each variant in each mode, by a readable name."""
+    return {f"{v} {m}": verify(v, sp) for m, sp in MODES.items() for v in variants}
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def measure(cases: Mapping[str, Case], rounds: int, calls: int) -> dict[str, list[float]]:
+    """µs per step of each case in each round; the cases take turns within a round."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for one in cases.values():
+        for _ in range(calls):
+            one.step()
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        for name, one in cases.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                one.step()
+            times[name].append((time.perf_counter() - start) / calls * 1e6)
+    gc.enable()
+    return times
+
+
+def summary(times: Mapping[str, list[float]]) -> dict[str, Any]:
+    """The best and the median round of each variant, and the ratios of the best."""
+    best = {name: min(t) for name, t in times.items()}
+    ratios = {"torch ÷ hand": best["torch"] / best["hand"]}
+    if "tpplan" in best:
+        ratios["tpplan ÷ hand"] = best["tpplan"] / best["hand"]
+        ratios["torch ÷ tpplan"] = best["torch"] / best["tpplan"]
+    return {
+        "best_us": best,
+        "median_us": {name: statistics.median(t) for name, t in times.items()},
+        "ratios": ratios,
+    }
+
+
+def missed_bars(mode: str, ratios: Mapping[str, float]) -> list[str]:
+    """What is worse than it should be."""
+    missed = []
+    if ratios.get("tpplan ÷ hand", 0.0) > HAND_BAR:
+        missed.append(f"{mode}: tpplan ÷ hand {ratios['tpplan ÷ hand']:.2f} > {HAND_BAR}")
+    if ratios.get("torch ÷ tpplan", TORCH_BAR) < TORCH_BAR:
+        missed.append(f"{mode}: torch ÷ tpplan {ratios['torch ÷ tpplan']:.2f} < {TORCH_BAR}")
+    return missed
+
+
+def main() -> int:
+    """Verify, measure, print; the exit status."""
+    parser = option_parser(__doc__)
+    parser.add_argument("--verify", action="store_true", help="compare values, measure nothing")
+    parser.add_argument("--rounds", type=int, default=60, help="turns each variant takes")
+    parser.add_argument("--calls", type=int, default=20, help="steps in a turn")
+    options = parse(parser)
+    variants = [v for v in LOWERINGS if v != "tpplan" or not options.without_tpplan]
+
+    errors: dict[str, float] = on_ranks(verify_all, RANKS, variants)
+    print(
+        as_table(
+            ["against the unsharded block", "error"], [[n, f"{e:.1e}"] for n, e in errors.items()]
+        )
+    )
+    wrong = [f"{name}: error {e:.1e} > {TOLERANCE}" for name, e in errors.items() if e > TOLERANCE]
+    if wrong or options.verify:
+        return max(finish(options, {"errors": errors}, wrong), int(bool(wrong)))
+
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # a fake collective's result is whatever the memory held
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    results: dict[str, Any] = {}
+    missed: list[str] = []
+    for mode, sequence_parallel in MODES.items():
+        cases = {v: case(v, mesh, sequence_parallel) for v in variants}
+        result = summary(measure(cases, options.rounds, options.calls))
+        results[mode] = result
+        missed += missed_bars(mode, result["ratios"])
+        rows = [
+            [v, f"{result['best_us'][v]:.0f}", f"{result['median_us'][v]:.0f}"] for v in variants
+        ]
+        print("\n" + as_table([f"{mode}, µs forward+backward", "best", "median"], rows))
+        print("  ".join(f"{name} = {value:.2f}" for name, value in result["ratios"].items()))
+    dist.destroy_process_group()
+    return finish(options, {"errors": errors, "modes": results}, missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Real gloo processes that stay alive between tests: importing torch takes longer than a test."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
+
+WORLD = 4
+TIMEOUT = 60.0
+
+
+class RankError(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+def _serve(rank: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=TIMEOUT),
+    )
+    meshes = {
+        tp: DeviceMesh("cpu", list(range(tp)), mesh_dim_names=("tp",)) for tp in range(2, WORLD + 1)
+    }
+    square = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    while True:
+        job = pipe.recv()
+        if job is None:
+            break
+        function, shape, args = job
+        mesh = square if shape == "2x2" else meshes[shape]
+        try:
+            torch.manual_seed(0)
+            pipe.send((True, function(mesh, *args)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """Four processes; each job runs on the first ones of them."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._start()
+
+    def _start(self) -> None:
+        store = tempfile.mktemp(dir=self._folder.name)
+        context = mp.get_context("spawn")
+        self._pipes = []
+        self._processes = []
+        for rank in range(WORLD):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, shape: int | str, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(mesh, *args)`` on every rank of a mesh (a tp size, or "2x2"); the results.
+
+        ``function`` must be importable. A rank's exception is raised here.
+        """
+        count = WORLD if shape == "2x2" else int(shape)
+        pipes = self._pipes[:count]
+        for pipe in pipes:
+            pipe.send((function, shape, args))
+        results, failures = [], []
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(2 * TIMEOUT if not failures else TIMEOUT):
+                failures.append(f"rank {rank} did not answer")
+                continue
+            fine, value = pipe.recv()
+            (results if fine else failures).append(value if fine else f"rank {rank}: {value}")
+        if failures:
+            # the others may hang in a collective: start afresh for the next test
+            self._stop(kill=True)
+            self._start()
+            raise RankError("\n".join(failures))
+        return results
+
+    def _stop(self, kill: bool) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                pipe.send(None)
+            process.join(10)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._stop(kill=False)
+        self._folder.cleanup()
+
+

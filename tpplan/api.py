@@ -1,0 +1,130 @@
+"""The functions users call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tpplan.language import Diagnostic, Plan, PlanError, load, parse_mapping
+from tpplan.planner import compile_plan
+from tpplan.rewrite import apply, plan_of
+from tpplan.rewrite.rehearse import rehearse
+
+PlanSource = Plan | str | os.PathLike[str] | Mapping[str, Any]
+
+
+def plan_directories() -> list[Path]:
+    """Where shipped plans lie: in the installed package, or beside it in a source tree."""
+    package = Path(__file__).resolve().parent
+    return [d for d in (package / "plans", package.parent / "plans") if d.is_dir()]
+
+
+def shipped_plans() -> list[Plan]:
+    """Every shipped plan, by name."""
+    files = (f for d in plan_directories() for f in sorted(d.glob("*.yaml")))
+    return [load(file, search=plan_directories()) for file in files]
+
+
+def load_plan(source: PlanSource, model: nn.Module | None = None) -> Plan:
+    """A plan from a file, a shipped plan's name, or a mapping with a plan's content.
+
+    Args:
+        source: "auto" chooses the shipped plan that lists the class of ``model``.
+
+    Raises:
+        PlanError: with everything that is wrong in it, by line.
+    """
+    if isinstance(source, Plan):
+        return source
+    if isinstance(source, Mapping):
+        return parse_mapping(source, "<mapping>")
+    if source == "auto":
+        if model is None:
+            raise PlanError([Diagnostic("plan 'auto' needs a model to choose by")])
+        names = {cls.__name__ for cls in type(model).__mro__}
+        for plan in shipped_plans():
+            if names & set(plan.models):
+                return plan
+        message = f"no shipped plan lists {type(model).__name__}"
+        raise PlanError([Diagnostic(message, hint="see 'tpplan list', or write a plan")])
+    return load(source, search=plan_directories())
+
+
+def parallelize(
+    model: nn.Module,
+    plan: PlanSource,
+    mesh: DeviceMesh | None = None,
+    sequence_parallel: bool | None = None,
+    kernels: str | Mapping[str, str] | None = None,
+    *,
+    inputs: Any = None,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Shard ``model`` in place as ``plan`` says, and return it.
+
+    Everything is checked before anything is changed, and an error leaves the model as it was.
+
+    Args:
+        model: real, or on the meta device (then ``to_empty`` and load).
+        plan: a ``Plan``, a path, a shipped plan's name, "auto", or a mapping.
+        mesh: the dimension named "tp" is used, or the only one. None: the whole world under
+            torchrun; tp 1 in a single process.
+        sequence_parallel, kernels: override the plan's.
+        inputs: a call the model accepts (a mapping of keyword arguments, a tuple, or a tensor),
+            where token ids of shape (batch, sequence) are not one.
+        src_data_rank: the rank of the tp group whose values count; None trusts each rank's own.
+
+    Raises:
+        PlanError: with every problem of the plan, the model and their fit.
+        ValueError: where the model was parallelized before, or the mesh has no tp dimension.
+    """
+    if plan_of(model) is not None:
+        raise ValueError(
+            "this model was parallelized before; build a fresh one to shard it another way"
+        )
+    tp_mesh = _tp_mesh(mesh) if mesh is not None else _world_mesh()
+    tp = 1 if tp_mesh is None else tp_mesh.size()
+    loaded = load_plan(plan, model)
+    compiled = compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs)
+    if tp_mesh is not None and tp > 1:
+        rehearse(model, compiled, tp_mesh, inputs)
+    return apply(model, compiled, tp_mesh, src_data_rank)
+
+
+def _tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    if "tp" in names:
+        return mesh if mesh.ndim == 1 else mesh["tp"]
+    if mesh.ndim == 1:
+        return mesh
+    raise ValueError(f"the mesh has no dimension named 'tp', only {names or 'unnamed ones'}")
+
+
+def _world_mesh() -> DeviceMesh | None:
+    """The whole world as one tp group, started if torchrun asks for it; None in one process."""
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return None
+        _start()
+    device = "cuda" if _on_gpus() else "cpu"
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def _on_gpus() -> bool:
+    return torch.cuda.is_available() and "nccl" in dist.get_backend()
+
+
+def _start() -> None:
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return
+    if torch.cuda.current_device() == 0 and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")

@@ -1,0 +1,49 @@
+"""The rewritten model run once on fake tensors, before the user's model is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpplan.compat import FakeTensorMode
+from tpplan.language import Diagnostic, PlanError
+from tpplan.planner import CompiledPlan
+from tpplan.planner.compile import call_for
+from tpplan.planner.match import fold
+from tpplan.planner.shadow import shadow_of
+from tpplan.planner.trace import fake_inputs
+from tpplan.rewrite.apply import apply
+
+
+def rehearse(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh, inputs: Any = None) -> None:
+    """Rewrite a shadow of ``model`` and run its forward; nothing is computed and nothing sent.
+
+    Raises:
+        PlanError: naming the first module whose forward does not work on its shard.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shadow = shadow_of(model, mode).eval()
+    args, kwargs = fake_inputs(mode, call_for(model, inputs))
+    with mode:
+        apply(shadow, compiled, mesh, src_data_rank=None)
+        running: list[str] = []
+        for path, module in shadow.named_modules():
+            module.register_forward_pre_hook(lambda *_, path=path: running.append(path))
+            module.register_forward_hook(lambda *_: running.pop() and None)
+        try:
+            with torch.no_grad():
+                shadow(*args, **kwargs)
+        except Exception as error:
+            path = running[-1] if running else ""
+            plan = compiled.modules.get(path)
+            rule = None if plan is None else plan.rule
+            message = f"{fold([path])}: fails on its shard at tp {compiled.tp}: {error}"
+            hint = (
+                "a size written in its code may have to become a per-rank value: "
+                "see 'attributes' of the attention style"
+            )
+            position = None if rule is None else rule.position
+            raise PlanError([Diagnostic(message, position, hint)]) from error
