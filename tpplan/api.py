@@ -12,8 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tpplan import report
+from tpplan.compat import fake_world
 from tpplan.language import Diagnostic, Plan, PlanError, load, parse_mapping
-from tpplan.planner import compile_plan
+from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.report import Report
 from tpplan.rewrite import apply, plan_of
 from tpplan.rewrite.rehearse import rehearse
 
@@ -96,6 +99,53 @@ def parallelize(
     if tp_mesh is not None and tp > 1:
         rehearse(model, compiled, tp_mesh, inputs)
     return apply(model, compiled, tp_mesh, src_data_rank)
+
+
+def dry_run(
+    model: nn.Module,
+    plan: PlanSource,
+    tp: int,
+    batch: int = 1,
+    seq: int = 2048,
+    *,
+    sequence_parallel: bool | None = None,
+    kernels: str | Mapping[str, str] | None = None,
+    inputs: Any = None,
+) -> Report:
+    """What ``plan`` does to ``model`` on ``tp`` ranks: placements, collectives, bytes.
+
+    It executes the rewritten model abstractly, in this process, whatever its size; the model (on
+    meta or real) is not changed, and no ranks are needed.
+
+    Args:
+        batch, seq: the shape of the token ids it is run with.
+        inputs: a call the model accepts, where token ids are not one.
+
+    Raises:
+        PlanError: as ``parallelize`` does.
+    """
+    loaded = load_plan(plan, model)
+    return report.dry_run(model, loaded, tp, batch, seq, sequence_parallel, kernels, inputs)
+
+
+def check(
+    model: nn.Module,
+    plan: PlanSource,
+    tp: int,
+    sequence_parallel: bool | None = None,
+    *,
+    inputs: Any = None,
+) -> CompiledPlan:
+    """Everything ``parallelize`` checks, without ranks and without touching the model.
+
+    Raises:
+        PlanError: with every problem found.
+    """
+    compiled = compile_plan(model, load_plan(plan, model), tp, sequence_parallel, inputs=inputs)
+    if tp > 1:
+        with fake_world(tp) as mesh:
+            rehearse(model, compiled, mesh, inputs)
+    return compiled
 
 
 def _tp_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -34,11 +34,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a collective comes from: the module it serves, why, and the rule that caused it."""
+    """Where a collective comes from: the module it serves, why, and the rule that caused it.
+
+    ``phase`` is set where it is not the phase the collective happens to be issued in.
+    """
 
     module: str
     reason: str
     rule: str | None = None
+    phase: str | None = None
 
 
 @contextlib.contextmanager

@@ -16,7 +16,10 @@ from tpplan.planner import Argument
 from tpplan.rewrite.lowered import Lowered
 from tpplan.rewrite.parameters import Own, make
 
-SUMMED = "gradients of replicated parameters, summed"
+
+def summing_site(path: str) -> Site:
+    """What the sum of the gradients of replicated parameters in ``path`` is reported under."""
+    return Site(path, "sum of the gradients of replicated parameters", phase="gradient_sync")
 
 
 def _taken(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,7 +60,7 @@ def _prepare(module: Lowered, summed_only: bool) -> None:
     ]
     if jobs:
         state = module._tpplan
-        make(jobs, state.stream, Site(state.plan.path, SUMMED))
+        make(jobs, state.stream, summing_site(state.plan.path))
 
 
 class Container(Lowered):
@@ -74,7 +77,8 @@ class Container(Lowered):
             with stream.entered():
                 return super().forward(*args, **kwargs)
         if not state.checked and not torch.compiler.is_compiling():
-            require_same_inputs((args, kwargs), stream.group, Site(state.plan.path, "first batch"))
+            site = Site(state.plan.path, "first batch, compared", phase="startup")
+            require_same_inputs((args, kwargs), stream.group, site)
             state.checked = True
         _prepare(self, summed_only=True)
         with stream.entered():

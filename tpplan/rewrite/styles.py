@@ -17,12 +17,12 @@ from tpplan.rewrite.linear import Colwise, Rowwise
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
 from tpplan.rewrite.parameters import Own
 from tpplan.rewrite.streams import (
-    SUMMED,
     Boundary,
     Container,
     Draws,
     Element,
     SequenceParallel,
+    summing_site,
 )
 from tpplan.rewrite.vocab import VocabEmbedding, VocabHead
 
@@ -62,8 +62,7 @@ class PlannedStyle(ParallelStyle):
             setattr(module, name, local)
         roles = roles_of(self.plan, module)
         if roles:
-            site = Site(self.plan.path, SUMMED)
-            own = Own(module, self.plan.parameters, summed, site)
+            own = Own(module, self.plan.parameters, summed, summing_site(self.plan.path))
             state = State(self.plan, self.stream, own, self._transition(), self._entry())
             lower(module, roles, state)
         return module

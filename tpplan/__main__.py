@@ -1,0 +1,7 @@
+"""``python -m tpplan``."""
+
+import sys
+
+from tpplan.cli import main
+
+sys.exit(main())

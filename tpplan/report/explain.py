@@ -1,0 +1,89 @@
+"""Why a module is treated as it is: the answer of ``tpplan explain``."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from tpplan.planner import CompiledPlan, ModulePlan, ParameterPlan
+
+
+def explain(model: nn.Module, compiled: CompiledPlan, path: str) -> str:
+    """What the plan makes of the module or parameter at ``path``, and what was inferred.
+
+    Raises:
+        KeyError: where the model has neither.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if path in parameters and path not in modules:
+        return "\n".join([path, f"  {_parameter(compiled.parameter(path))}"])
+    if path not in modules:
+        raise KeyError(path)
+    plan = compiled.modules.get(path)
+    lines = [f"{path or '(model)'}: {type(modules[path]).__name__}"]
+    lines += [f"  {line}" for line in _module(compiled, plan, path)]
+    return "\n".join(lines)
+
+
+def _module(compiled: CompiledPlan, plan: ModulePlan | None, path: str) -> list[str]:
+    served = _served_by(compiled, path)
+    if plan is None:
+        return ["no rule, and no parameters of its own: left as it is", *served]
+    lines = [_rule(plan)]
+    for leaf in plan.parameters:
+        lines.append(_parameter(compiled.parameter(f"{path}.{leaf}" if path else leaf)))
+    if plan.boundary is not None:
+        enters = "all-gathered along the sequence" if compiled.sequence_parallel else "copied in"
+        leaves = "reduce-scattered" if compiled.sequence_parallel else "all-reduced"
+        consumers = ", ".join(plan.boundary.consumers)
+        lines.append(
+            f"inferred: '{plan.boundary.argument.name}' enters the sharded region here, for "
+            f"{consumers}: {enters}, its gradient {leaves}"
+        )
+        if len(plan.boundary.shared) > 1:
+            lines.append(f"inferred: one collective serves {', '.join(plan.boundary.shared)}")
+    if plan.element is not None:
+        lines.append(
+            f"inferred: an element of the layer stack; '{plan.element.argument.name}' carries the "
+            "stream"
+        )
+    if plan.container:
+        lines.append("the stream passes through it in its global form")
+    for name, (present, local) in plan.attributes.items():
+        lines.append(f"{name}: {present}, on each rank {local}")
+    if plan.draws:
+        lines.append("draws random numbers in training (dropout), which is refused where p > 0")
+    if plan.kernel is not None:
+        lines.append(f"kernel: {plan.kernel.implementation} ({plan.kernel.reason})")
+    return lines + served
+
+
+def _rule(plan: ModulePlan) -> str:
+    if plan.rule is None:
+        return "no rule"
+    at = plan.rule.position
+    return f"{plan.style}, by '{plan.rule.pattern.text}' ({at.file}:{at.line})"
+
+
+def _parameter(entry: ParameterPlan) -> str:
+    share = 100 * math.prod(entry.local_shape) / max(math.prod(entry.shape), 1)
+    text = (
+        f"{entry.name} {entry.shape}: {entry.placement!r}, {entry.local_shape} on the first rank "
+        f"({share:.0f} %)"
+    )
+    if entry.summed:
+        text += "; its gradient is summed over the ranks"
+    if entry.rule is None:
+        text += "; no rule mentions it, it is small and left replicated"
+    if entry.aliases:
+        text += f"; tied to {', '.join(entry.aliases)}"
+    return text
+
+
+def _served_by(compiled: CompiledPlan, path: str) -> list[str]:
+    for other in compiled.modules.values():
+        if other.boundary is not None and path in other.boundary.consumers and other.path != path:
+            return [f"inferred: its input enters the sharded region at {other.path}"]
+    return []

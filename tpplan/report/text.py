@@ -1,0 +1,159 @@
+"""A report as text for a terminal: identical layers folded into one line."""
+
+from __future__ import annotations
+
+import io
+import math
+
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tpplan.planner import ParameterPlan
+from tpplan.report.recorder import PHASES, Collective
+from tpplan.report.report import Report
+
+
+def render(report: Report, width: int = 110) -> str:
+    """The report as plain text."""
+    stream = io.StringIO()
+    Console(file=stream, width=width, no_color=True).print(layout(report))
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def layout(report: Report) -> Group:
+    """The report for a rich console, which colours it on a terminal."""
+    parts: list[RenderableType] = [_title(report), "", _placements(report)]
+    if report.collectives:
+        parts += ["", _counts(report), "", _sites(report)]
+    else:
+        parts += ["", "No collectives: one rank."]
+    return Group(*parts, "", _memory(report))
+
+
+def _title(report: Report) -> Text:
+    mode = "TP+SP" if report.compiled.sequence_parallel else "TP"
+    return Text(
+        f"{report.model} · plan {report.compiled.plan.name} · {mode}, tp {report.compiled.tp} · "
+        f"batch {report.batch}, sequence {report.seq}",
+        style="bold",
+    )
+
+
+def fold(path: str) -> str:
+    """A path with its layer numbers replaced by ``*``."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def size(count: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def number(count: int) -> str:
+    """A parameter count, short."""
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= limit:
+            return f"{count / limit:.2f} {unit}"
+    return str(count)
+
+
+def _table(title: str, *columns: tuple[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name, justify in columns:
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    return table
+
+
+def _placements(report: Report) -> Table:
+    table = _table(
+        "Parameters",
+        ("parameter", "left"),
+        ("×", "right"),
+        ("shape", "left"),
+        ("placement", "left"),
+        ("per rank", "left"),
+        ("rule", "left"),
+    )
+    groups: dict[tuple[str, ...], int] = {}
+    for entry in report.compiled.parameters.values():
+        groups.setdefault(_row(entry), 0)
+        groups[_row(entry)] += 1
+    for (name, shape, placement, local, rule), count in groups.items():
+        table.add_row(name, str(count), shape, placement, local, rule)
+    return table
+
+
+def _row(entry: ParameterPlan) -> tuple[str, ...]:
+    rule = entry.rule
+    text = "left replicated: small"
+    if rule is not None:
+        text = f"{rule.style} (line {rule.position.line})"
+    tied = "".join(f" = {fold(alias)}" for alias in entry.aliases)
+    placement = repr(entry.placement).replace("(dim=", "(")
+    if entry.summed:
+        placement += ", gradient summed"
+    return (
+        fold(entry.name) + tied,
+        "×".join(map(str, entry.shape)),
+        placement,
+        "×".join(map(str, entry.local_shape)),
+        text,
+    )
+
+
+def _counts(report: Report) -> Table:
+    kinds = list(dict.fromkeys(k for p in PHASES for k in report.counts(p)))
+    columns = [(kind.replace("_", "-"), "right") for kind in kinds]
+    table = _table("Collectives", ("phase", "left"), *columns, ("sent per rank", "right"))
+    for phase in PHASES:
+        found = report.counts(phase)
+        if phase == "optimizer" and not any(found.values()):
+            continue
+        cells = [str(found.get(kind, 0)) for kind in kinds]
+        table.add_row(phase.replace("_", " "), *cells, size(report.bytes_sent(phase)))
+    return table
+
+
+def _sites(report: Report) -> Table:
+    table = _table(
+        "Where they come from",
+        ("phase", "left"),
+        ("module", "left"),
+        ("×", "right"),
+        ("collective", "left"),
+        ("shape", "left"),
+        ("each", "right"),
+        ("for", "left"),
+    )
+    groups: dict[tuple[str, ...], int] = {}
+    for c in report.collectives:
+        groups[_site(c)] = groups.get(_site(c), 0) + 1
+    for (phase, module, kind, shape, each, reason), count in groups.items():
+        table.add_row(phase, module, str(count), kind, shape, each, reason)
+    return table
+
+
+def _site(c: Collective) -> tuple[str, ...]:
+    shape = f"{'×'.join(map(str, c.shape))} {c.dtype}"
+    module = fold(c.module) or "(model)"
+    phase, kind = c.phase.replace("_", " "), c.kind.replace("_", "-")
+    return phase, module, kind, shape, size(c.bytes), fold(c.reason)
+
+
+def _memory(report: Report) -> Text:
+    total, mine = report.parameter_counts["total"], report.parameter_counts["per_rank"]
+    memory = report.memory
+    return Text(
+        f"Parameters: {number(total)} in all ({size(memory['parameters_total'])}), "
+        f"{number(mine)} per rank ({size(memory['parameters_per_rank'])}, "
+        f"{100 * mine / max(total, 1):.1f} %)\n"
+        "Bytes sent are those of ring algorithms, on the first rank."
+    )
+
+
