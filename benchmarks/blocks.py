@@ -179,7 +179,7 @@ class _ScatterOut(torch.autograd.Function):
 
 
 class _SumGradients(torch.autograd.Function):
-    """Two replicated weights of one size whose gradients are summed over the ranks in one all-reduce."""
+    """Two replicated weights of one size; one all-reduce sums the gradients of both."""
 
     @staticmethod
     def forward(ctx: Any, w1: Tensor, w2: Tensor, group: str) -> tuple[Tensor, Tensor]:

@@ -80,8 +80,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
 
     def line(row: Sequence[str]) -> str:
-        cells = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
-        return "  ".join(cells).rstrip()
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        return "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip()
 
     return "\n".join([line(heads), "  ".join("-" * w for w in widths), *map(line, rows)])
 

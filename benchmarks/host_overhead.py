@@ -31,8 +31,15 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.blocks import SHARDED_DIM, Block, HandLoweredBlock
-from benchmarks.common import TOLERANCE, finish, gradient_error, on_ranks, option_parser, parse
-from benchmarks.common import table as as_table
+from benchmarks.common import (
+    TOLERANCE,
+    finish,
+    gradient_error,
+    on_ranks,
+    option_parser,
+    parse,
+    table,
+)
 
 WIDTH, HEADS, INNER, SEQUENCE, RANKS = 64, 4, 128, 16, 2
 HAND_BAR, TORCH_BAR = 1.4, 4.2
@@ -79,6 +86,17 @@ def by_hand(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> nn.Modul
 
 def by_torch(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> nn.Module:
     """The styles of torch.distributed.tensor.parallel, as PyTorch's tutorial uses them."""
+    return _by_torch_styles(block, mesh, sequence_parallel, shared=sequence_parallel)
+
+
+def by_torch_shared(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> nn.Module:
+    """The same, with one hand-placed input for the layers that share it under plain TP too."""
+    return _by_torch_styles(block, mesh, sequence_parallel, shared=True)
+
+
+def _by_torch_styles(
+    block: Block, mesh: DeviceMesh, sequence_parallel: bool, shared: bool
+) -> nn.Module:
     stream = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         **{f"attn.{name}_proj": ColwiseParallel() for name in "qkv"},
@@ -88,8 +106,9 @@ def by_torch(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> nn.Modu
         "mlp.down_proj": RowwiseParallel(output_layouts=stream),
     }
     if sequence_parallel:
-        enter = {"input_layouts": (stream,), "desired_input_layouts": (Replicate(),)}
         plan |= {"input_norm": SequenceParallel(), "post_norm": SequenceParallel()}
+    if shared:
+        enter = {"input_layouts": (stream,), "desired_input_layouts": (Replicate(),)}
         plan |= {"attn": PrepareModuleInput(**enter), "mlp": PrepareModuleInput(**enter)}
     return parallelize_module(block, mesh, plan, src_data_rank=None)
 
@@ -108,7 +127,18 @@ def by_tpplan(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> nn.Mod
     )
 
 
-LOWERINGS: Mapping[str, Lowering] = {"hand": by_hand, "torch": by_torch, "tpplan": by_tpplan}
+LOWERINGS: Mapping[str, Lowering] = {
+    "hand": by_hand,
+    "torch": by_torch,
+    "torch-shared": by_torch_shared,
+    "tpplan": by_tpplan,
+}
+
+
+def variants_of(mode: str, without_tpplan: bool) -> list[str]:
+    """What is measured in a mode; with sequence parallelism the tutorial shares inputs itself."""
+    left_out = {"torch-shared": MODES[mode], "tpplan": without_tpplan}
+    return [variant for variant in LOWERINGS if not left_out.get(variant)]
 
 
 def new_block() -> Block:
@@ -162,9 +192,9 @@ def verify(variant: str, sequence_parallel: bool) -> float:
     return error.item()
 
 
-def verify_all(variants: list[str]) -> dict[str, float]:
+def verify_all(variants: Mapping[str, list[str]]) -> dict[str, float]:
     """The error of each variant in each mode, by a readable name."""
-    return {f"{v} {m}": verify(v, sp) for m, sp in MODES.items() for v in variants}
+    return {f"{v} {m}": verify(v, MODES[m]) for m in variants for v in variants[m]}
 
 
 def _gradient(tensor: Tensor) -> Tensor:
@@ -197,9 +227,8 @@ def measure(cases: Mapping[str, Case], rounds: int, calls: int) -> dict[str, lis
 def summary(times: Mapping[str, list[float]]) -> dict[str, Any]:
     """The best and the median round of each variant, and the ratios of the best."""
     best = {name: min(t) for name, t in times.items()}
-    ratios = {"torch ÷ hand": best["torch"] / best["hand"]}
+    ratios = {f"{name} ÷ hand": best[name] / best["hand"] for name in best if name != "hand"}
     if "tpplan" in best:
-        ratios["tpplan ÷ hand"] = best["tpplan"] / best["hand"]
         ratios["torch ÷ tpplan"] = best["torch"] / best["tpplan"]
     return {
         "best_us": best,
@@ -225,14 +254,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=60, help="turns each variant takes")
     parser.add_argument("--calls", type=int, default=20, help="steps in a turn")
     options = parse(parser)
-    variants = [v for v in LOWERINGS if v != "tpplan" or not options.without_tpplan]
+    variants = {mode: variants_of(mode, options.without_tpplan) for mode in MODES}
 
     errors: dict[str, float] = on_ranks(verify_all, RANKS, variants)
-    print(
-        as_table(
-            ["against the unsharded block", "error"], [[n, f"{e:.1e}"] for n, e in errors.items()]
-        )
-    )
+    rows = [[name, f"{error:.1e}"] for name, error in errors.items()]
+    print(table(["against the unsharded block", "error"], rows))
     wrong = [f"{name}: error {e:.1e} > {TOLERANCE}" for name, e in errors.items() if e > TOLERANCE]
     if wrong or options.verify:
         return max(finish(options, {"errors": errors}, wrong), int(bool(wrong)))
@@ -244,14 +270,13 @@ def main() -> int:
     results: dict[str, Any] = {}
     missed: list[str] = []
     for mode, sequence_parallel in MODES.items():
-        cases = {v: case(v, mesh, sequence_parallel) for v in variants}
+        cases = {v: case(v, mesh, sequence_parallel) for v in variants[mode]}
         result = summary(measure(cases, options.rounds, options.calls))
         results[mode] = result
         missed += missed_bars(mode, result["ratios"])
-        rows = [
-            [v, f"{result['best_us'][v]:.0f}", f"{result['median_us'][v]:.0f}"] for v in variants
-        ]
-        print("\n" + as_table([f"{mode}, µs forward+backward", "best", "median"], rows))
+        best, median = result["best_us"], result["median_us"]
+        rows = [[v, f"{best[v]:.0f}", f"{median[v]:.0f}"] for v in cases]
+        print("\n" + table([f"{mode}, µs forward+backward", "best", "median"], rows))
         print("  ".join(f"{name} = {value:.2f}" for name, value in result["ratios"].items()))
     dist.destroy_process_group()
     return finish(options, {"errors": errors, "modes": results}, missed)

@@ -22,6 +22,7 @@ __all__ = [
     "DTensorSpec",
     "FakeTensor",
     "FakeTensorMode",
+    "below_autograd",
     "dtensor",
     "dtensor_spec",
     "fake_world",
@@ -87,7 +88,18 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
         )
     if local.requires_grad:
         local = local.detach()
-    return DTensor(local, spec, requires_grad=False)
+    # what DTensor.__new__ is; DTensor.__init__ does nothing and costs twice as much
+    return torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
+
+
+def below_autograd() -> contextlib.AbstractContextManager[object]:
+    """Within it, ops skip their autograd registrations; for code inside autograd functions.
+
+    The functional collectives have theirs in Python, which costs as much as the call itself.
+    """
+    if torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def in_backward() -> bool:

@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpplan.compat import below_autograd
+
 _ops = torch.ops._c10d_functional
+_wait = _ops.wait_tensor
 _observer: Callable[[Site], None] | None = None
 
 
@@ -81,7 +84,8 @@ def all_reduce(x: torch.Tensor, group: Group, site: Site) -> torch.Tensor:
     """Sum over the ranks."""
     if _observer is not None:
         _observer(site)
-    return _ops.wait_tensor(_ops.all_reduce(x, "sum", group.name))  # type: ignore[no-any-return]
+    with below_autograd():
+        return _wait(_ops.all_reduce(x, "sum", group.name))  # type: ignore[no-any-return]
 
 
 def all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site) -> torch.Tensor:
@@ -89,7 +93,8 @@ def all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site)
     if _observer is not None:
         _observer(site)
     shape = list(x.shape)
-    whole = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    with below_autograd():
+        whole = _wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
     rows = shape[dim] * group.size
     if shape[:dim].count(1) != dim:
         whole = whole.view(group.size, *shape).movedim(0, dim)
@@ -110,8 +115,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group, site: Site) -> torch
     else:
         split = shape[:dim] + [group.size, rows] + shape[dim + 1 :]
         x = x.reshape(split).movedim(dim, 0).contiguous().flatten(0, 1)
-    part = _ops.wait_tensor(
-        _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)
-    )
+    with below_autograd():
+        part = _wait(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
     shape[dim] = rows
     return part.view(shape)  # type: ignore[no-any-return]
