@@ -15,7 +15,7 @@ from tpplan.language import Diagnostic, Plan, PlanError, Rule
 from tpplan.planner import attention, infer, locality
 from tpplan.planner.compiled import CompiledPlan, KernelChoice, ModulePlan, ParameterPlan
 from tpplan.planner.flow import Flow, follow
-from tpplan.planner.match import Matches, fold, match
+from tpplan.planner.match import Matches, fold, folded, match
 from tpplan.planner.shadow import as_call, example_inputs, shadow_of
 from tpplan.planner.styles import STYLES, SUPPORTED_OPTIONS
 from tpplan.planner.trace import Trace, record
@@ -141,8 +141,8 @@ class _Compiler:
                 left[names[0]] = parameters[names[0]]
         large = [name for name, p in left.items() if p.dim() >= 2]
         hint = "give it a rule; 'replicate' leaves it whole on every rank"
-        for pattern in dict.fromkeys(fold([name]) for name in large):
-            members = [name for name in large if fold([name]) == pattern]
+        for pattern in dict.fromkeys(folded(name) for name in large):
+            members = [name for name in large if folded(name) == pattern]
             shape = tuple(left[members[0]].shape)
             self.complain(None, members, f"no rule mentions this parameter of shape {shape}", hint)
         small = {name: p.numel() for name, p in left.items() if name not in large}

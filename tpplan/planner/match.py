@@ -74,12 +74,16 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
     )
 
 
+def folded(path: str) -> str:
+    """A path with its layer numbers replaced by ``*``."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
 def fold(paths: Iterable[str]) -> str:
     """Paths that differ only in layer numbers, as one pattern and a count."""
     groups: dict[str, int] = {}
     for path in paths:
-        pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
-        groups[pattern] = groups.get(pattern, 0) + 1
+        groups[folded(path)] = groups.get(folded(path), 0) + 1
     shown = [f"{p} ({n} of them)" if n > 1 else p for p, n in groups.items()]
     if len(shown) > 4:
         shown[4:] = [f"and {len(shown) - 4} more"]

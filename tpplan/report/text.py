@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 
 
 from rich.console import Console, Group, RenderableType
@@ -11,11 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from tpplan.planner import ParameterPlan
+from tpplan.planner.match import folded
 from tpplan.report.recorder import PHASES, Collective
 from tpplan.report.report import Report
 
 
-def render(report: Report, width: int = 110) -> str:
+def render(report: Report, width: int = 120) -> str:
     """The report as plain text."""
     stream = io.StringIO()
     Console(file=stream, width=width, no_color=True).print(layout(report))
@@ -41,11 +41,6 @@ def _title(report: Report) -> Text:
     )
 
 
-def fold(path: str) -> str:
-    """A path with its layer numbers replaced by ``*``."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
-
-
 def size(count: float) -> str:
     """Bytes in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -66,7 +61,8 @@ def number(count: int) -> str:
 def _table(title: str, *columns: tuple[str, str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name, justify in columns:
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        wraps = name in ("for", "parameter", "module")
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=not wraps)  # type: ignore[arg-type]
     return table
 
 
@@ -91,15 +87,15 @@ def _placements(report: Report) -> Table:
 
 def _row(entry: ParameterPlan) -> tuple[str, ...]:
     rule = entry.rule
-    text = "left replicated: small"
+    text = "none: small"
     if rule is not None:
-        text = f"{rule.style} (line {rule.position.line})"
-    tied = "".join(f" = {fold(alias)}" for alias in entry.aliases)
+        text = rule.style
+    tied = "".join(f" = {folded(alias)}" for alias in entry.aliases)
     placement = repr(entry.placement).replace("(dim=", "(")
     if entry.summed:
-        placement += ", gradient summed"
+        placement += ", summed"
     return (
-        fold(entry.name) + tied,
+        folded(entry.name) + tied,
         "×".join(map(str, entry.shape)),
         placement,
         "×".join(map(str, entry.local_shape)),
@@ -141,9 +137,9 @@ def _sites(report: Report) -> Table:
 
 def _site(c: Collective) -> tuple[str, ...]:
     shape = f"{'×'.join(map(str, c.shape))} {c.dtype}"
-    module = fold(c.module) or "(model)"
+    module = folded(c.module) or "(model)"
     phase, kind = c.phase.replace("_", " "), c.kind.replace("_", "-")
-    return phase, module, kind, shape, size(c.bytes), fold(c.reason)
+    return phase, module, kind, shape, size(c.bytes), folded(c.reason)
 
 
 def _memory(report: Report) -> Text:
@@ -153,7 +149,8 @@ def _memory(report: Report) -> Text:
         f"Parameters: {number(total)} in all ({size(memory['parameters_total'])}), "
         f"{number(mine)} per rank ({size(memory['parameters_per_rank'])}, "
         f"{100 * mine / max(total, 1):.1f} %)\n"
-        "Bytes sent are those of ring algorithms, on the first rank."
+        "Bytes sent are those of ring algorithms, on the first rank. 'summed': each rank sees a part "
+        "of the work, so the gradients are summed over the ranks, all in one all-reduce."
     )
 
 

@@ -76,6 +76,11 @@ class Container(Lowered):
         if stream.inside:
             with stream.entered():
                 return super().forward(*args, **kwargs)
+        if kwargs.get("output_attentions"):
+            raise ValueError(
+                "output_attentions: each rank computes the attention weights of its own heads "
+                "only; ask the unsharded model for them"
+            )
         if not state.checked and not torch.compiler.is_compiling():
             site = Site(state.plan.path, "first batch, compared", phase="startup")
             require_same_inputs((args, kwargs), stream.group, site)
