@@ -1,5 +1,6 @@
 """What the benchmarks share: options, ranks, the gradient metric, tables."""
 
+# mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
 import argparse
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 TOLERANCE = 1e-5
 """The largest gradient error, by the metric of `gradient_error`, of a correct float32 sharding."""
@@ -42,7 +43,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def on_ranks(work: Callable[..., Any], size: int, *arguments: Any) -> Any:
     """Call ``work(*arguments)`` on ``size`` gloo ranks of one thread each; the first's result."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(size, folder, work, arguments), nprocs=size)
+        spawn(_rank, args=(size, folder, work, arguments), nprocs=size)
         return torch.load(Path(folder, "result"), weights_only=False)
 
 

@@ -93,7 +93,9 @@ def main() -> int:
         )
         expected = [_key(c) for c in predicted.collectives]
         measured = on_ranks(measure, RANKS, sequence_parallel)
-        table = Table("phase", "collective", "measured", "predicted", box=None, title_justify="left")
+        table = Table(
+            "phase", "collective", "measured", "predicted", box=None, title_justify="left"
+        )
         table.title = f"LlamaForCausalLM, {SHAPE['num_hidden_layers']} layers, {mode}, 2 gloo ranks"
         for phase, kind in sorted({k[:2] for k in [*expected, *measured["collectives"]]}):
             counts = [

@@ -1,5 +1,6 @@
 """One Llama model of transformers, sharded by each of the ways to do it."""
 
+# mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -18,8 +19,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import logging
 
 CONFIG = {
     "hidden_size": 256,
@@ -42,22 +44,30 @@ class Source:
 
     def model(self) -> LlamaForCausalLM:
         """A fresh unsharded model."""
+        logging.disable_progress_bar()
         return LlamaForCausalLM.from_pretrained(self.folder)
 
 
 def save_model(folder: Path) -> None:
     """Write the model, of seeded random weights, to ``folder``."""
+    logging.disable_progress_bar()
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig.from_dict(CONFIG)).save_pretrained(folder)
 
 
-def by_transformers(source: Source) -> PreTrainedModel:
-    """The tensor parallelism transformers ships: its own plan, sharded while loading."""
-    sharding = DistributedConfig(tp_size=source.mesh.size())
-    return LlamaForCausalLM.from_pretrained(source.folder, distributed_config=sharding)
+def by_transformers(source: Source) -> nn.Module:
+    """The tensor parallelism transformers ships, by its own plan.
+
+    ``from_pretrained(folder, distributed_config=...)`` makes these two calls around its loading,
+    but wants accelerate for that.
+    """
+    wanted = DistributedConfig(tp_size=source.mesh.size())
+    sharding, _, meshes = LlamaForCausalLM.prepare_distribute_model(wanted)
+    model: nn.Module = LlamaForCausalLM.maybe_distribute_model(source.model(), sharding, meshes)
+    return model
 
 
-def by_torch(source: Source) -> PreTrainedModel:
+def by_torch(source: Source) -> nn.Module:
     """torch's styles; one hand-placed input serves the layers that share it."""
     whole = Replicate()
     plan: dict[str, ParallelStyle] = {
@@ -69,7 +79,7 @@ def by_torch(source: Source) -> PreTrainedModel:
     return parallelize_module(source.model(), source.mesh, plan)
 
 
-def by_torch_sequence_parallel(source: Source) -> PreTrainedModel:
+def by_torch_sequence_parallel(source: Source) -> nn.Module:
     """torch's styles with a sequence-sharded stream.
 
     The embedding returns a DTensor, for the model reads positions and masks off its shape; from

@@ -104,6 +104,8 @@ def below_autograd() -> contextlib.AbstractContextManager[object]:
 
 def in_backward() -> bool:
     """Whether this thread is inside autograd's backward (activation checkpointing recomputes)."""
+    if torch.compiler.is_compiling():
+        return False
     return torch._C._current_graph_task_id() != -1
 
 

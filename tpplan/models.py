@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +75,19 @@ def _from_config(path: Path) -> nn.Module:
         config: Any = transformers.AutoConfig.for_model(kind, **content)
         architectures = content.get("architectures") or []
         found = next((getattr(transformers, a, None) for a in architectures), None)
-        with torch.device("meta"):
+        with torch.device("meta"), _default_dtype(config.dtype):
             if found is not None:
                 return found(config)  # type: ignore[no-any-return]
             return transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise ModelError(f"cannot build '{path}': {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    outer = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or outer)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(outer)

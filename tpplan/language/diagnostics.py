@@ -44,16 +44,14 @@ class Position:
 
     def _clipped(self) -> tuple[str, str, str]:
         """The line before, within and after the marked part, cut to a readable width."""
-        text = printable(self.text)
-        start = min(self.column - 1, len(text))
-        end = min(start + self.length, len(text))
-        if len(text) <= SNIPPET_WIDTH:
-            return text[:start].ljust(self.column - 1), text[start:end], text[end:]
-        left = max(0, min(start - SNIPPET_WIDTH // 3, len(text) - SNIPPET_WIDTH))
-        right = left + SNIPPET_WIDTH
-        before = ("..." if left else "") + text[left:start]
-        after = text[end:right] + ("..." if right < len(text) else "")
-        return before, text[start : min(end, right)], after
+        size = len(self.text)
+        start = min(self.column - 1, size)
+        left = max(0, min(start - SNIPPET_WIDTH // 3, size - SNIPPET_WIDTH))
+        right = min(left + SNIPPET_WIDTH, size)
+        end = min(start + self.length, right)
+        before = ("..." if left else "") + printable(self.text[left:start])
+        after = printable(self.text[end:right]) + ("..." if right < size else "")
+        return before, printable(self.text[start:end]), after
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,9 @@ def _tokens(text: str) -> Iterator[_Token]:
         found = _TOKEN.match(text, offset)
         if found is None:
             allowed = "names, whole numbers, + - * // % and parentheses"
-            message = f"{quoted(text[offset])} cannot stand here; an expression is made of {allowed}"
+            message = (
+                f"{quoted(text[offset])} cannot stand here; an expression is made of {allowed}"
+            )
             raise ExpressionError(message, offset)
         if found["number"] and int(found["number"]) >= MAX_MAGNITUDE:
             raise ExpressionError("the number is too large", offset)

@@ -54,7 +54,7 @@ class Token:
 
     value: str | Sign | CharacterSet
     text: str
-    offset: int
+    offset: int = field(compare=False)
 
     def accepts(self, character: str) -> bool:
         """Whether it stands for this one character."""

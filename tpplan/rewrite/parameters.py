@@ -102,8 +102,8 @@ def make(jobs: Iterable[tuple[nn.Module, Own, int]], stream: Stream, site: Site)
     for module, own, index in jobs:
         parameter = module._parameters[own.names[index]]
         if isinstance(parameter, DTensor) and compat.mesh_of(parameter) == stream.mesh:
-            same = parameter is own.installed[index]
-            (installed if same else passing).append((own, index, parameter))
+            keep = parameter is own.installed[index] and not torch.compiler.is_compiling()
+            (installed if keep else passing).append((own, index, parameter))
     for own, index, parameter, local in _localized(installed, stream, site, keep=True):
         own._kept[index] = local
         source = (own.names[index], parameter, compat.local_of(parameter), parameter.requires_grad)

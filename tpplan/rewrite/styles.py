@@ -26,6 +26,13 @@ from tpplan.rewrite.streams import (
 )
 from tpplan.rewrite.vocab import VocabEmbedding, VocabHead
 
+# what the collectives of a style are for, forward and backward
+_REASONS: Mapping[str | None, tuple[str, str]] = {
+    "rowwise": ("its partial outputs, summed", "gradient of its output"),
+    "vocab": ("look-ups of each rank's rows, summed", "gradient of its output"),
+    "head": ("logits, gathered", "gradient of the logits"),
+}
+_PASSING = ("a whole tensor where the stream is sharded", "gradient of a whole tensor")
 _COMPUTES: Mapping[str, type[Lowered]] = {"colwise": Colwise, "rowwise": Rowwise}
 
 
@@ -69,10 +76,10 @@ class PlannedStyle(ParallelStyle):
 
     def _transition(self) -> Transition:
         plan, rule = self.plan, _text(self.plan)
-        purpose = plan.style or ("layer stack" if plan.element else "outputs of the model")
-        backward = f"gradient of {purpose}"
+        style = "head" if plan.style == "vocab" and plan.boundary is not None else plan.style
+        forward, backward = _REASONS.get(style, _PASSING)
         return Transition(
-            self.stream.group, Site(plan.path, purpose, rule), Site(plan.path, backward, rule)
+            self.stream.group, Site(plan.path, forward, rule), Site(plan.path, backward, rule)
         )
 
     def _entry(self) -> Entry | None:

@@ -1,0 +1,401 @@
+"""A sharded model computes what the unsharded one does: outputs and every gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+import tpplan
+from tests.compare import Errors, Findings, beyond, error, same, step
+from tests.models import (
+    FAMILIES,
+    SHARDED_LOGITS,
+    VOCAB,
+    hf,
+    padded,
+    randomize,
+    token_ids,
+    weights_like,
+)
+from tests.ranks import Ranks
+
+MODES = pytest.mark.parametrize("sp", [False, True], ids=["tp", "tp+sp"])
+SIZES = pytest.mark.parametrize("tp", [2, 4])
+
+Run = Callable[[Any], Mapping[str, torch.Tensor | None]]
+
+
+def sharded(model: Any, mesh: DeviceMesh, sp: bool, plan: Any = "llama.yaml") -> Any:
+    """A sharded copy; the model itself stays whole."""
+    return tpplan.parallelize(copy.deepcopy(model), plan, mesh, sequence_parallel=sp)
+
+
+def weighed(*outputs: torch.Tensor) -> torch.Tensor:
+    """A scalar that every element of the outputs has its own weight in."""
+    parts = [(t * weights_like(t, i)).sum() for i, t in enumerate(outputs)]
+    return torch.stack(parts).sum()
+
+
+# --- what is called: functions of a model that return named tensors, "loss" among them
+
+
+def logits_of(batch: int, length: int, seed: int, **call: Any) -> Run:
+    """Logits of random ids, and a random weighing of them as the loss."""
+    ids = token_ids(batch, length, seed)
+
+    def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+        logits = model(input_ids=ids, **call).logits
+        return {"logits": logits, "loss": weighed(logits)}
+
+    return run
+
+
+def masked(batch: int, length: int, seed: int, left: bool, positions: bool) -> Run:
+    """With a padding mask, and the position ids a careful caller gives with it."""
+    mask, position_ids = padded(batch, length, left)
+    call = {"attention_mask": mask, **({"position_ids": position_ids} if positions else {})}
+    return logits_of(batch, length, seed, **call)
+
+
+def labelled(batch: int, length: int, seed: int) -> Run:
+    """The model's own loss, where some labels are to be ignored."""
+    ids = token_ids(batch, length, seed)
+    labels = ids.clone()
+    labels[:, :2] = -100
+
+    def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+        out = model(input_ids=ids, labels=labels)
+        return {"logits": out.logits, "loss": out.loss}
+
+    return run
+
+
+def base_model(batch: int, length: int, seed: int) -> Run:
+    """A loss on what the model without its head yields."""
+    ids = token_ids(batch, length, seed)
+
+    def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+        hidden = model.model(input_ids=ids).last_hidden_state
+        return {"last_hidden_state": hidden, "loss": weighed(hidden)}
+
+    return run
+
+
+def embedded(batch: int, length: int, seed: int) -> Run:
+    """``inputs_embeds``, whose gradient is compared too."""
+    embeds = weights_like(torch.empty(batch, length, 64), seed)
+
+    def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+        dtype = next(model.parameters()).dtype
+        given = embeds.to(dtype).requires_grad_()
+        logits = model(inputs_embeds=given).logits
+        loss = weighed(logits)
+        (grad,) = torch.autograd.grad(loss, given, retain_graph=True)
+        return {"logits": logits, "loss": loss, "gradient of inputs_embeds": grad}
+
+    return run
+
+
+def last_logits(batch: int, length: int, seed: int) -> Run:
+    """``logits_to_keep=1``."""
+    return logits_of(batch, length, seed, logits_to_keep=1)
+
+
+def hidden_states(batch: int, length: int, seed: int) -> Run:
+    """``output_hidden_states``: each of them, and a loss on all of them."""
+    ids = token_ids(batch, length, seed)
+
+    def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+        out = model(input_ids=ids, output_hidden_states=True)
+        named = {f"hidden state {i}": h for i, h in enumerate(out.hidden_states)}
+        return {**named, "logits": out.logits, "loss": weighed(out.logits, *out.hidden_states)}
+
+    return run
+
+
+def tuple_output(batch: int, length: int, seed: int) -> Run:
+    """``return_dict=False``."""
+    ids = token_ids(batch, length, seed)
+
+    def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+        logits = model(input_ids=ids, return_dict=False)[0]
+        return {"logits": logits, "loss": weighed(logits)}
+
+    return run
+
+
+def every_call() -> dict[str, Run]:
+    """All that is compared for a model whose logits are whole."""
+    return {
+        "batch 1, length 16": logits_of(1, 16, 11),
+        "batch 3, length 13": logits_of(3, 13, 12),
+        "batch 2, length 3": logits_of(2, 3, 13),
+        "batch 1, length 1": logits_of(1, 1, 14),
+        "left padding": masked(3, 13, 15, left=True, positions=False),
+        "left padding, position ids": masked(3, 12, 16, left=True, positions=True),
+        "right padding": masked(3, 10, 17, left=False, positions=False),
+        "labels": labelled(3, 13, 18),
+        "labels, length 16": labelled(1, 16, 19),
+        "last_hidden_state": base_model(3, 13, 20),
+        "last_hidden_state, length 8": base_model(1, 8, 21),
+        "inputs_embeds": embedded(2, 13, 22),
+        "inputs_embeds, length 3": embedded(1, 3, 23),
+        "logits_to_keep": last_logits(3, 13, 24),
+        "output_hidden_states": hidden_states(2, 7, 25),
+        "return_dict=False": tuple_output(1, 6, 26),
+    }
+
+
+def some_calls() -> dict[str, Run]:
+    """A few of them, for variants of the model."""
+    names = ("batch 3, length 13", "left padding, position ids", "labels", "last_hidden_state")
+    calls = every_call()
+    return {name: calls[name] for name in names}
+
+
+def compare_calls(reference: Any, model: Any, calls: Mapping[str, Run], found: Findings) -> None:
+    """Each call on both models, one after the other on the same two."""
+    for name, run in calls.items():
+        with found.case(name):
+            found.add(name, step(reference, model, run))
+
+
+# --- jobs
+
+
+def families_job(mesh: DeviceMesh, family: str, sp: bool) -> Errors:
+    """Every call."""
+    found = Findings()
+    reference = hf(family)
+    compare_calls(reference, sharded(reference, mesh, sp), every_call(), found)
+    return found.errors
+
+
+def variants_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Some calls on variants of the models."""
+    found = Findings()
+    variants: dict[str, tuple[str, dict[str, Any]]] = {
+        "tied": ("Llama", {"tie_word_embeddings": True}),
+        "tied Qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+        "eager": ("Llama", {"attn_implementation": "eager"}),
+        "eager Qwen3": ("Qwen3", {"attn_implementation": "eager"}),
+        "no biases": ("Llama", {"attention_bias": False, "mlp_bias": False}),
+        "no padding id": ("Llama", {"pad_token_id": None}),
+        "padding id on another rank": ("Llama", {"pad_token_id": VOCAB - 2}),
+        "even vocabulary": ("Llama", {"vocab_size": 136}),
+        "one layer": ("Llama", {"num_hidden_layers": 1}),
+        "sliding window": ("Mistral", {"sliding_window": 5}),
+    }
+    for name, (family, changes) in variants.items():
+        with found.case(name):
+            reference = hf(family, seed=7, **changes)
+            model = sharded(reference, mesh, sp)
+            if changes.get("tie_word_embeddings"):
+                tied = model.lm_head.weight is model.model.embed_tokens.weight
+                found.add(f"{name}: still one parameter", same(tied))
+            inner = Findings()
+            compare_calls(reference, model, some_calls(), inner)
+            found.add(name, inner.errors)
+    return found.errors
+
+
+def sharded_logits_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """``output: shard``: DTensor logits, and torch's vocab-parallel cross entropy."""
+    found = Findings()
+
+    def by_hand(ids: torch.Tensor, vocab: int) -> Run:
+        def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+            logits = model(input_ids=ids).logits
+            flat, labels = logits[:, :-1].reshape(-1, vocab), ids[:, 1:].reshape(-1)
+            return {"logits": logits, "loss": F.cross_entropy(flat, labels)}
+
+        return run
+
+    for vocab in (136, VOCAB):
+        reference = hf("Llama", seed=3, vocab_size=vocab)
+        model = sharded(reference, mesh, sp, SHARDED_LOGITS)
+        ids = token_ids(3, 13, 31)
+        logits = model(input_ids=ids).logits
+        found.add("logits are sharded", same(isinstance(logits, DTensor)))
+        found.add("logits have the global shape", same(logits.shape == (3, 13, vocab)))
+        calls = {
+            f"cross_entropy, vocabulary {vocab}": by_hand(ids, vocab),
+            f"labels, vocabulary {vocab}": labelled(2, 16, 32),
+        }
+        for name, run in calls.items():
+            for parallel in (True, False):
+                # without loss_parallel DTensor gathers the logits: slower, not wrong
+                with found.case(name), loss_parallel() if parallel else contextlib.nullcontext():
+                    errors = step(reference, model, run, plain=False)
+                found.add(f"{name}, {'' if parallel else 'no '}loss_parallel", errors)
+    return found.errors
+
+
+def checkpointing_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Activation checkpointing of every layer, both variants torch has."""
+    found = Findings()
+    for family in ("Llama", "Qwen3"):
+        for reentrant in (False, True):
+            reference = hf(family)
+            model = sharded(reference, mesh, sp)
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            name = f"{family}, use_reentrant={reentrant}"
+            for length in (13, 16):
+                with found.case(name):
+                    errors = step(reference, model, labelled(2, length, 40 + length))
+                found.add(f"{name}, length {length}", errors)
+
+            def two_lengths(m: Any) -> Mapping[str, torch.Tensor | None]:
+                first, second = (labelled(2, n, n)(m)["loss"] for n in (9, 14))
+                assert first is not None and second is not None
+                return {"loss": first + 2 * second}
+
+            with found.case(f"{name}, two lengths in flight"):
+                errors = step(reference, model, two_lengths)
+            found.add(f"{name}, two lengths in flight", errors)
+    return found.errors
+
+
+def generate_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Greedy decoding with a KV cache, token for token."""
+    found = Findings()
+    for family in ("Llama", "Qwen3"):
+        reference = hf(family, seed=5).eval()
+        model = sharded(reference, mesh, sp)
+        for batch, length in ((1, 5), (2, 6)):
+            ids = token_ids(batch, length, 50 + batch)
+            mask, _ = padded(batch, length)
+            how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+            name = f"{family}, batch {batch}"
+            with found.case(name):
+                expected = reference.generate(ids, **how)
+                found.add(name, same(torch.equal(model.generate(ids, **how), expected)))
+                got = model.generate(ids, **how, use_cache=False)
+                found.add(f"{name}, no cache", same(torch.equal(got, expected)))
+            if len(expected[0, length:].unique()) < 3:
+                found.add(f"{name}: the test is weak, it repeats one token", same(False))
+        # and training goes on afterwards
+        found.add(family, step(reference, model, labelled(2, 9, 55)))
+    return found.errors
+
+
+def double_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """In float64 nothing but rounding is left, which 1e-12 bounds."""
+    found = Findings()
+    for family in ("Llama", "Qwen3"):
+        reference = hf(family, dtype=torch.float64).double()
+        randomize(reference, 9)
+        compare_calls(reference, sharded(reference, mesh, sp), every_call(), found)
+    return found.errors
+
+
+def vocabulary_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Ids outside the vocabulary raise on every rank, and the model goes on working."""
+    found = Findings()
+    for vocab in (VOCAB, 136):
+        reference = hf("Llama", vocab_size=vocab)
+        model = sharded(reference, mesh, sp)
+        for bad in (vocab, -1, vocab + 1000):
+            ids = token_ids(2, 8, 60)
+            ids[1, 3] = bad
+            raised: list[str] = []
+            for m in (reference, model):
+                try:
+                    m(input_ids=ids)
+                    raised.append("nothing")
+                except Exception as e:
+                    raised.append(type(e).__name__)
+            found.add(f"id {bad} of {vocab}: {raised}", same(raised[0] == raised[1] != "nothing"))
+        found.add("afterwards", step(reference, model, labelled(2, 8, 61)))
+    return found.errors
+
+
+def modes_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Several graphs in flight, a loss on a part of the outputs, a forward without gradients."""
+    found = Findings()
+    reference = hf("Qwen3")
+    model = sharded(reference, mesh, sp)
+
+    def two_forwards(m: Any) -> Mapping[str, torch.Tensor | None]:
+        first, second = logits_of(2, 13, 70)(m), logits_of(1, 6, 71)(m)
+        assert first["loss"] is not None and second["loss"] is not None
+        return {"first": first["logits"], "loss": first["loss"] - 2 * second["loss"]}
+
+    def one_position(m: Any) -> Mapping[str, torch.Tensor | None]:
+        logits = m(input_ids=token_ids(2, 13, 72)).logits[:, -1]
+        return {"logits": logits, "loss": weighed(logits)}
+
+    def head_and_base(m: Any) -> Mapping[str, torch.Tensor | None]:
+        hidden = m.model(input_ids=token_ids(2, 13, 73)).last_hidden_state
+        logits = m.lm_head(hidden[:, 4:9])
+        return {"logits": logits, "loss": weighed(logits, hidden)}
+
+    calls = {"two forwards": two_forwards, "one position": one_position, "by hand": head_and_base}
+    compare_calls(reference, model, calls, found)
+    with torch.no_grad():
+        ids = token_ids(2, 13, 74)
+        found.add("no_grad", error(reference(ids).logits, model(ids).logits))
+    with torch.inference_mode():
+        found.add("inference_mode", error(reference(ids).logits, model(ids).logits))
+    return found.errors
+
+
+# --- tests
+
+
+@SIZES
+@MODES
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(ranks: Ranks, family: str, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, families_job, family, sp))
+
+
+@SIZES
+@MODES
+def test_variants_of_the_model(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, variants_job, sp))
+
+
+@SIZES
+@MODES
+def test_sharded_logits(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, sharded_logits_job, sp))
+
+
+@SIZES
+@MODES
+def test_gradient_checkpointing(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, checkpointing_job, sp))
+
+
+@SIZES
+@MODES
+def test_generate(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, generate_job, sp))
+
+
+@SIZES
+@MODES
+def test_float64(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, double_job, sp), 1e-12)
+
+
+@SIZES
+@MODES
+def test_ids_outside_the_vocabulary(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, vocabulary_job, sp))
+
+
+@SIZES
+@MODES
+def test_graphs_in_flight(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, modes_job, sp))

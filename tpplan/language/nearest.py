@@ -1,0 +1,201 @@
+"""The pattern that a pattern matching nothing was probably meant to be."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tpplan.language.patterns import ROOT, Pattern, PatternError, Segment
+
+# What an edit of one segment costs; a pattern more than WORTH_SAYING away is another pattern.
+_INSERT = 0.7
+_DELETE = 0.8
+_SUBSTITUTE = 1.2
+_LEAST_SIMILAR = 0.5
+_RENUMBER = 0.3
+_WORTH_SAYING = 1.5
+
+_MAX_SHAPES = 2000
+_MAX_ALTERNATIVES = 8
+_ANY_NUMBER = "*"
+_SPANNING = "**"
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Paths that differ only in numbers: ``names`` with ``*`` for those, and what they were."""
+
+    names: tuple[str, ...]
+    numbers: tuple[set[str], ...]
+
+    def candidates(self, index: int) -> Iterable[str]:
+        return self.numbers[index] or (self.names[index],)
+
+
+@dataclass
+class _Piece:
+    """One segment of a pattern, with its alternatives."""
+
+    text: str
+    alternatives: tuple[Segment, ...]
+    similarities: dict[str, float] = field(default_factory=dict)
+
+    def fits(self, names: Iterable[str]) -> bool:
+        return any(segment.matches(name) for name in names for segment in self.alternatives)
+
+    def similarity(self, name: str) -> float:
+        if name not in self.similarities:
+            ratios = (_ratio(segment.text, name) for segment in self.alternatives)
+            self.similarities[name] = max(ratios)
+        return self.similarities[name]
+
+
+def nearest(pattern: Pattern, paths: Iterable[str]) -> str | None:
+    """A pattern close to ``pattern`` that does match one of ``paths``, or None.
+
+    Numbers in paths are taken as interchangeable, so the answer speaks of ``layers.*``.
+    """
+    known = list(paths)
+    shapes = _shapes(known)
+    best: tuple[float, str] | None = None
+    for pieces in _pieces(pattern):
+        for shape in shapes:
+            cost, texts = _align(pieces, shape, shapes)
+            if cost < _WORTH_SAYING and texts and (best is None or cost < best[0]):
+                best = (cost, ".".join(texts))
+    guesses = [] if best is None else [best[1]]
+    if pattern.text != ROOT and not pattern.text.startswith(_SPANNING):
+        guesses.append(f"{_SPANNING}.{pattern.text}")
+    for guess in guesses:
+        if guess != pattern.text and _matches_some(guess, known):
+            return guess
+    return None
+
+
+def _matches_some(text: str, paths: Iterable[str]) -> bool:
+    try:
+        pattern = Pattern(text)
+    except PatternError:
+        return False
+    return any(pattern.matches(path) for path in paths)
+
+
+def _shapes(paths: Iterable[str]) -> list[_Shape]:
+    shapes: dict[tuple[str, ...], _Shape] = {}
+    for path in paths:
+        names = path.split(".")
+        folded = tuple(_ANY_NUMBER if name.isdigit() else name for name in names)
+        shape = shapes.get(folded)
+        if shape is None:
+            if len(shapes) == _MAX_SHAPES or not path:
+                continue
+            shape = shapes[folded] = _Shape(folded, tuple(set() for _ in names))
+        for name, numbers in zip(names, shape.numbers, strict=True):
+            if name.isdigit():
+                numbers.add(name)
+    return list(shapes.values())
+
+
+def _pieces(pattern: Pattern) -> list[list[_Piece]]:
+    """The pattern's segments with their alternatives; apart where alternatives span dots."""
+    texts = _split(pattern.text)
+    try:
+        patterns = [Pattern(text) for text in texts] if pattern.text != ROOT else []
+    except PatternError:
+        return []
+    if all(len(a) == 1 for p in patterns for a in p.alternatives):
+        return [[_Piece(p.text, tuple(a[0] for a in p.alternatives)) for p in patterns]]
+    alternatives = pattern.alternatives[:_MAX_ALTERNATIVES]
+    return [[_Piece(s.text, (s,)) for s in alternative] for alternative in alternatives]
+
+
+def _split(text: str) -> list[str]:
+    """Split at the dots that are not within braces."""
+    parts = [""]
+    depth = 0
+    for character in text:
+        depth += (character == "{") - (character == "}")
+        if character == "." and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _align(
+    pieces: Sequence[_Piece], shape: _Shape, shapes: Sequence[_Shape]
+) -> tuple[float, tuple[str, ...]]:
+    """The cheapest edit of the pieces that fits the shape, and its segments."""
+    width = len(shape.names)
+    nothing: tuple[float, tuple[str | tuple[_Piece, int], ...]] = (float("inf"), ())
+    cells = [[nothing] * (width + 1) for _ in range(len(pieces) + 1)]
+    cells[0][0] = (0.0, ())
+    for i, row in enumerate(cells):
+        for j, (cost, texts) in enumerate(row):
+            if cost >= _WORTH_SAYING:
+                continue
+            piece = pieces[i] if i < len(pieces) else None
+            steps: list[tuple[int, int, float, tuple[str | tuple[_Piece, int], ...]]] = []
+            if piece is not None and piece.text == _SPANNING:
+                steps.append((i + 1, j, 0.0, (piece.text,)))
+                steps.append((i, j + 1, 0.0, ()))
+            elif piece is not None:
+                steps.append((i + 1, j, _DELETE, ()))
+            if j < width:
+                steps.append((i, j + 1, _INSERT, (shape.names[j],)))
+                if piece is not None and piece.text != _SPANNING:
+                    if piece.fits(shape.candidates(j)):
+                        steps.append((i + 1, j + 1, 0.0, (piece.text,)))
+                    else:
+                        steps.append((i + 1, j + 1, _change(piece, shape, j), ((piece, j),)))
+            for to_i, to_j, more, added in steps:
+                if to_j <= width and cost + more < cells[to_i][to_j][0]:
+                    cells[to_i][to_j] = (cost + more, texts + added)
+    cost, found = cells[-1][-1]
+    return cost, tuple(t if isinstance(t, str) else _replace(*t, shape, shapes) for t in found)
+
+
+def _change(piece: _Piece, shape: _Shape, index: int) -> float:
+    if shape.numbers[index]:
+        return _RENUMBER if piece.text.isdigit() else float("inf")
+    similarity = piece.similarity(shape.names[index])
+    return _SUBSTITUTE - similarity if similarity >= _LEAST_SIMILAR else float("inf")
+
+
+def _replace(piece: _Piece, index: int, shape: _Shape, shapes: Sequence[_Shape]) -> str:
+    """What stands there instead: for each alternative the most similar name among the siblings."""
+    if shape.numbers[index]:
+        return _ANY_NUMBER
+    prefix = shape.names[:index]
+    siblings = {
+        s.names[index] for s in shapes if len(s.names) > index and s.names[:index] == prefix
+    }
+    chosen: dict[str, None] = {}
+    for segment in piece.alternatives:
+        name = max(sorted(siblings), key=lambda sibling: _ratio(segment.text, sibling))
+        if _ratio(segment.text, name) >= _LEAST_SIMILAR:
+            chosen[name] = None
+    return _joined(list(chosen)) if chosen else shape.names[index]
+
+
+def _joined(names: list[str]) -> str:
+    """One text for several names: ``{q,k}_proj``."""
+    if len(names) == 1:
+        return names[0]
+    start = _common_start(names)
+    rest = [name[len(start) :] for name in names]
+    end = _common_start([name[::-1] for name in rest])[::-1]
+    middles = [name[: len(name) - len(end)] for name in rest]
+    return f"{start}{{{','.join(middles)}}}{end}"
+
+
+def _common_start(names: Sequence[str]) -> str:
+    lowest, highest = min(names), max(names)
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(lowest, highest, strict=False))
+    return "".join(left for left, _ in same)
+
+
+def _ratio(text: str, name: str) -> float:
+    return difflib.SequenceMatcher(None, name.lower(), text.lower(), autojunk=False).ratio()

@@ -1,0 +1,82 @@
+"""A plan as immutable data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tpplan.language.diagnostics import Position
+from tpplan.language.patterns import Pattern
+
+_Value = TypeVar("_Value", covariant=True)
+
+
+class FrozenMap(Mapping[str, _Value]):
+    """An immutable mapping that keeps its order, hashes, copies and pickles."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: Mapping[str, _Value] | None = None) -> None:
+        self._entries = dict(entries or {})
+
+    def __getitem__(self, key: str) -> _Value:
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._entries.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of the modules that a pattern names.
+
+    Attributes:
+        options: the style's options; lists are tuples, ``packed`` is a mapping with ``parts``
+            and, where the plan says so, ``repeat``.
+        optional: the pattern may match nothing.
+        position: of the pattern.
+        option_positions: of the options' names.
+    """
+
+    pattern: Pattern
+    style: str
+    options: Mapping[str, object]
+    optional: bool
+    position: Position
+    option_positions: Mapping[str, Position]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan that was read and found to be well formed.
+
+    Attributes:
+        name: the file's name, or what the caller called it.
+        path: of the file, None where there is none.
+        rules: in the order of the source, inherited ones first.
+        layers: the pattern of the layer stack, where the plan names it.
+        kernels: kernel kind -> implementation; kinds that no plan mentions are absent.
+        text: the source of this plan, without that of the plan it extends.
+    """
+
+    name: str
+    path: str | None
+    description: str
+    models: tuple[str, ...]
+    sequence_parallel: bool
+    rules: tuple[Rule, ...]
+    layers: Pattern | None
+    layers_position: Position | None
+    sequence_dim: int
+    kernels: Mapping[str, str]
+    text: str

@@ -1,0 +1,107 @@
+"""The vocabulary of the plan language: styles with their options, kernels, top-level keys."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+VERSION = 1
+REMOVE = "remove"
+
+
+class Kind(enum.Enum):
+    """What an option's value looks like."""
+
+    FLAG = "true or false"
+    CHOICE = "one of a few names"
+    COUNT = "a positive whole number or an expression"
+    NAMES = "a list of names"
+    PACKED = "a list of names, or a mapping with 'parts' and 'repeat'"
+    EXPRESSIONS = "a mapping from attribute names to expressions"
+    DIMENSIONS = "a mapping from argument names to dimensions"
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a style."""
+
+    kind: Kind
+    summary: str
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Style:
+    """A style and its options by name."""
+
+    summary: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+
+_LAYOUT = {
+    "packed": Option(Kind.PACKED, "the parts that share the weight, in order"),
+    "transposed": Option(Kind.FLAG, "the weight is stored (in, out), as in Conv1D"),
+}
+
+STYLES: Mapping[str, Style] = {
+    "colwise": Style("shard the outputs", _LAYOUT),
+    "rowwise": Style(
+        "shard the inputs, reduce the outputs",
+        {
+            **_LAYOUT,
+            "reduce": Option(
+                Kind.CHOICE,
+                "reduce with the other row-parallel layers whose outputs the model adds, or alone",
+                ("together", "separate"),
+            ),
+        },
+    ),
+    "sequence_parallel": Style("run on a part of the sequence; replicated without it"),
+    "vocab": Style(
+        "shard an embedding or a head by vocabulary",
+        {
+            "output": Option(
+                Kind.CHOICE, "leave logits sharded or gather them", ("shard", "gather")
+            ),
+        },
+    ),
+    "replicate": Style("leave the parameters whole on every rank"),
+    "attention": Style(
+        "the module that computes attention",
+        {
+            "heads": Option(Kind.COUNT, "how many query heads"),
+            "kv_heads": Option(Kind.COUNT, "how many key and value heads"),
+            "head_dim": Option(Kind.COUNT, "the width of one head"),
+            "attributes": Option(Kind.EXPRESSIONS, "attributes that hold a rank's own values"),
+            "head_inputs": Option(Kind.DIMENSIONS, "arguments sliced by head, and along what"),
+            "gather": Option(Kind.NAMES, "arguments gathered along the sequence here"),
+        },
+    ),
+}
+
+KERNEL_KINDS: Mapping[str, str] = {
+    "layer_norm": "LayerNorm",
+    "rms_norm": "RMSNorm",
+    "gelu": "GeLU with its bias",
+    "swiglu": "SiLU-gated product",
+    "geglu": "GeLU-gated product",
+    "residual_norm": "residual addition with the norm after it",
+    "cross_entropy": "vocab-parallel cross entropy",
+    "embedding": "masked vocab-parallel lookup",
+    "sequence_transition": "layout changes around sequence-parallel collectives",
+}
+KERNEL_CHOICES = ("auto", "triton", "torch")
+
+KEYS: Mapping[str, str] = {
+    "tpplan": "the version of the plan language",
+    "description": "what the plan is for",
+    "models": "the model classes that plan 'auto' chooses this plan for",
+    "sequence_parallel": "whether activations between blocks are sharded along the sequence",
+    "extends": "a plan to inherit from: a file, or a shipped plan's name",
+    "rules": "module pattern -> style",
+    "optional": "rules that may match nothing",
+    "layers": "a pattern for the stack of layers; inferred where absent",
+    "sequence_dim": "the sequence's dimension in the stream",
+    "kernels": "which implementation of each fused kernel to use",
+}
