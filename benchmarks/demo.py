@@ -70,6 +70,11 @@ def measure(sequence_parallel: bool) -> dict[str, Any]:
     }
 
 
+def measure_all() -> dict[str, dict[str, Any]]:
+    """On a rank: every mode in turn."""
+    return {mode: measure(sequence_parallel) for mode, sequence_parallel in MODES.items()}
+
+
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
     whole = {}
     for name, parameter in model.named_parameters():
@@ -87,6 +92,7 @@ def main() -> int:
     """Measure both modes, print, and say whether everything holds."""
     console = Console(width=100)
     failures = []
+    results = on_ranks(measure_all, RANKS)
     for mode, sequence_parallel in MODES.items():
         predicted = tpplan.dry_run(
             new_model(), "llama.yaml", tp=RANKS, sequence_parallel=sequence_parallel, inputs=batch()

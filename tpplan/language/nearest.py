@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tpplan.language.patterns import ROOT, Pattern, PatternError, Segment
@@ -15,6 +16,8 @@ _DELETE = 0.8
 _SUBSTITUTE = 1.2
 _LEAST_SIMILAR = 0.5
 _RENUMBER = 0.3
+# Breaks ties: a wildcard was meant for the number rather than for a name.
+_WILDCARD_FOR_NAME = 0.01
 _WORTH_SAYING = 1.5
 
 _MAX_SHAPES = 2000
@@ -52,21 +55,28 @@ class _Piece:
         return self.similarities[name]
 
 
+# A segment of the answer, or the piece to replace and the place of what replaces it.
+_Edit = str | tuple[_Piece, int]
+
+
 def nearest(pattern: Pattern, paths: Iterable[str]) -> str | None:
     """A pattern close to ``pattern`` that does match one of ``paths``, or None.
 
     Numbers in paths are taken as interchangeable, so the answer speaks of ``layers.*``.
     """
+    if pattern.text == ROOT:
+        return None
     known = list(paths)
     shapes = _shapes(known)
-    best: tuple[float, str] | None = None
+    least = _WORTH_SAYING
+    guesses: list[str] = []
     for pieces in _pieces(pattern):
         for shape in shapes:
-            cost, texts = _align(pieces, shape, shapes)
-            if cost < _WORTH_SAYING and texts and (best is None or cost < best[0]):
-                best = (cost, ".".join(texts))
-    guesses = [] if best is None else [best[1]]
-    if pattern.text != ROOT and not pattern.text.startswith(_SPANNING):
+            cost, edits = _align(pieces, shape)
+            if cost < least:
+                least = cost
+                guesses = [".".join(_written(edit, shape, shapes) for edit in edits)]
+    if not pattern.text.startswith(_SPANNING):
         guesses.append(f"{_SPANNING}.{pattern.text}")
     for guess in guesses:
         if guess != pattern.text and _matches_some(guess, known):
@@ -102,11 +112,12 @@ def _pieces(pattern: Pattern) -> list[list[_Piece]]:
     """The pattern's segments with their alternatives; apart where alternatives span dots."""
     texts = _split(pattern.text)
     try:
-        patterns = [Pattern(text) for text in texts] if pattern.text != ROOT else []
+        patterns = [Pattern(text) for text in texts]
     except PatternError:
         return []
     if all(len(a) == 1 for p in patterns for a in p.alternatives):
-        return [[_Piece(p.text, tuple(a[0] for a in p.alternatives)) for p in patterns]]
+        segments = [tuple(a[0] for a in p.alternatives[:_MAX_ALTERNATIVES]) for p in patterns]
+        return [[_Piece(p.text, s) for p, s in zip(patterns, segments, strict=True)]]
     alternatives = pattern.alternatives[:_MAX_ALTERNATIVES]
     return [[_Piece(s.text, (s,)) for s in alternative] for alternative in alternatives]
 
@@ -124,48 +135,59 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def _align(
-    pieces: Sequence[_Piece], shape: _Shape, shapes: Sequence[_Shape]
-) -> tuple[float, tuple[str, ...]]:
-    """The cheapest edit of the pieces that fits the shape, and its segments."""
+def _align(pieces: Sequence[_Piece], shape: _Shape) -> tuple[float, tuple[_Edit, ...]]:
+    """The cheapest edit of the pieces that fits the shape."""
     width = len(shape.names)
-    nothing: tuple[float, tuple[str | tuple[_Piece, int], ...]] = (float("inf"), ())
-    cells = [[nothing] * (width + 1) for _ in range(len(pieces) + 1)]
+    cells: list[list[tuple[float, tuple[_Edit, ...]]]]
+    cells = [[(math.inf, ())] * (width + 1) for _ in range(len(pieces) + 1)]
     cells[0][0] = (0.0, ())
     for i, row in enumerate(cells):
-        for j, (cost, texts) in enumerate(row):
+        for j, (cost, edits) in enumerate(row):
             if cost >= _WORTH_SAYING:
                 continue
-            piece = pieces[i] if i < len(pieces) else None
-            steps: list[tuple[int, int, float, tuple[str | tuple[_Piece, int], ...]]] = []
-            if piece is not None and piece.text == _SPANNING:
-                steps.append((i + 1, j, 0.0, (piece.text,)))
-                steps.append((i, j + 1, 0.0, ()))
-            elif piece is not None:
-                steps.append((i + 1, j, _DELETE, ()))
-            if j < width:
-                steps.append((i, j + 1, _INSERT, (shape.names[j],)))
-                if piece is not None and piece.text != _SPANNING:
-                    if piece.fits(shape.candidates(j)):
-                        steps.append((i + 1, j + 1, 0.0, (piece.text,)))
-                    else:
-                        steps.append((i + 1, j + 1, _change(piece, shape, j), ((piece, j),)))
-            for to_i, to_j, more, added in steps:
-                if to_j <= width and cost + more < cells[to_i][to_j][0]:
-                    cells[to_i][to_j] = (cost + more, texts + added)
-    cost, found = cells[-1][-1]
-    return cost, tuple(t if isinstance(t, str) else _replace(*t, shape, shapes) for t in found)
+            for down, right, more, added in _steps(pieces, i, shape, j):
+                if cost + more < cells[i + down][j + right][0]:
+                    cells[i + down][j + right] = (cost + more, edits + added)
+    return cells[-1][-1]
+
+
+def _steps(
+    pieces: Sequence[_Piece], i: int, shape: _Shape, j: int
+) -> Iterator[tuple[int, int, float, tuple[_Edit, ...]]]:
+    """What may become of piece ``i`` and name ``j``: how far to go in both, the cost, the edits."""
+    more_names = j < len(shape.names)
+    if more_names:
+        yield 0, 1, _INSERT, (shape.names[j],)
+    if i == len(pieces):
+        return
+    piece = pieces[i]
+    if piece.text == _SPANNING:
+        yield 1, 0, 0.0, (piece.text,)
+        if more_names:
+            yield 0, 1, 0.0, ()
+        return
+    # Without its last segment a pattern would name something else: the container.
+    if i + 1 < len(pieces):
+        yield 1, 0, _DELETE, ()
+    if more_names and piece.fits(shape.candidates(j)):
+        meant = bool(shape.numbers[j]) or piece.text != _ANY_NUMBER
+        yield 1, 1, 0.0 if meant else _WILDCARD_FOR_NAME, (piece.text,)
+    elif more_names:
+        yield 1, 1, _change(piece, shape, j), ((piece, j),)
 
 
 def _change(piece: _Piece, shape: _Shape, index: int) -> float:
     if shape.numbers[index]:
-        return _RENUMBER if piece.text.isdigit() else float("inf")
+        return _RENUMBER if piece.text.isdigit() else math.inf
     similarity = piece.similarity(shape.names[index])
-    return _SUBSTITUTE - similarity if similarity >= _LEAST_SIMILAR else float("inf")
+    return _SUBSTITUTE - similarity if similarity >= _LEAST_SIMILAR else math.inf
 
 
-def _replace(piece: _Piece, index: int, shape: _Shape, shapes: Sequence[_Shape]) -> str:
-    """What stands there instead: for each alternative the most similar name among the siblings."""
+def _written(edit: _Edit, shape: _Shape, shapes: Sequence[_Shape]) -> str:
+    """A segment of the answer: for each alternative the most similar name among the siblings."""
+    if isinstance(edit, str):
+        return edit
+    piece, index = edit
     if shape.numbers[index]:
         return _ANY_NUMBER
     prefix = shape.names[:index]

@@ -94,8 +94,7 @@ def read_tree(text: str, file: str) -> tuple[Node | None, list[Diagnostic]]:
 class _Open:
     """A collection whose end was not seen yet."""
 
-    position: Position
-    is_mapping: bool
+    start: yaml.Event
     broken: bool
     children: list[Node] = field(default_factory=list)
 
@@ -127,7 +126,7 @@ class _Reader:
             elif isinstance(event, yaml.NodeEvent):
                 self.node(event)
             elif isinstance(event, yaml.CollectionEndEvent):
-                self.close()
+                self.close(event)
         root = self.roots[0] if self.roots else None
         # A document that holds only comments is an empty scalar to YAML.
         bare = isinstance(root, Scalar) and not root.text and root.kind is ScalarKind.NULL
@@ -179,8 +178,7 @@ class _Reader:
         if len(self.open) == MAX_DEPTH:
             message = f"a plan is nested at most {MAX_DEPTH} levels deep"
             raise PlanError([*self.problems, Diagnostic(message, position)])
-        is_mapping = isinstance(event, yaml.MappingStartEvent)
-        self.open.append(_Open(position, is_mapping, broken=tag is not None))
+        self.open.append(_Open(event, broken=tag is not None))
 
     def scalar(self, event: yaml.ScalarEvent, position: Position) -> Node:
         if _UNPRINTABLE.search(event.value):
@@ -190,14 +188,15 @@ class _Reader:
         kind = _KINDS.get(str(resolved).removeprefix(_TAG_PREFIX), ScalarKind.TEXT)
         return Scalar(position, event.value, kind)
 
-    def close(self) -> None:
+    def close(self, end: yaml.Event) -> None:
         done = self.open.pop()
+        position = self.between(done.start, end)
         if done.broken:
-            self.attach(Broken(done.position))
-        elif done.is_mapping:
-            self.attach(MappingNode(done.position, tuple(self.entries(done.children))))
+            self.attach(Broken(position))
+        elif isinstance(done.start, yaml.MappingStartEvent):
+            self.attach(MappingNode(position, tuple(self.entries(done.children))))
         else:
-            self.attach(SequenceNode(done.position, tuple(done.children)))
+            self.attach(SequenceNode(position, tuple(done.children)))
 
     def attach(self, node: Node) -> None:
         (self.open[-1].children if self.open else self.roots).append(node)
@@ -241,9 +240,9 @@ class _Reader:
         text = self.lines[line] if line < len(self.lines) else ""
         return Position(self.file, line + 1, column + 1, text, max(1, length))
 
-    def between(self, event: yaml.Event) -> Position:
-        """Where a node stands: up to its end, or its first line's."""
-        start, end = event.start_mark, event.end_mark
+    def between(self, first: yaml.Event, last: yaml.Event | None = None) -> Position:
+        """From an event's start to its own or another's end, within the first line."""
+        start, end = first.start_mark, (last or first).end_mark
         assert start is not None
         assert end is not None
         stop = end.column
@@ -278,7 +277,7 @@ class _Reader:
             position = self.position(mark.line, found.start(1), len(text))
             return Diagnostic(message, position, f'quote the pattern: "{text}"')
         start = error.context_mark
-        related = ()
+        related: tuple[tuple[str, Position], ...] = ()
         if error.context and start is not None and start.line != mark.line:
             related = ((error.context, self.position(start.line, start.column)),)
         return Diagnostic(problem, position, self.syntax_hint(error), related)
