@@ -210,7 +210,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def measure(cases: Mapping[str, Case], rounds: int, calls: int) -> dict[str, list[float]]:
-    """µs per step of each case in each round; the cases take turns within a round."""
+    """µs of processor time per step, by case and round; the cases take turns within a round.
+
+    Everything runs on this thread, so what other processes do to the clock does not count.
+    """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for one in cases.values():
         for _ in range(calls):
@@ -219,10 +222,10 @@ def measure(cases: Mapping[str, Case], rounds: int, calls: int) -> dict[str, lis
     gc.disable()
     for _ in range(rounds):
         for name, one in cases.items():
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(calls):
                 one.step()
-            times[name].append((time.perf_counter() - start) / calls * 1e6)
+            times[name].append((time.process_time() - start) / calls * 1e6)
     gc.enable()
     return times
 

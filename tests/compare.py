@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 TOLERANCE = 1e-5
 WRONG = float("inf")
@@ -22,15 +22,35 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def error(expected: torch.Tensor, got: torch.Tensor) -> float:
-    """max|difference| / max|expected|; infinite where shapes or dtypes differ."""
-    expected, got = full(expected), full(got)
+def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``whole`` under the placements of ``like``; nothing is sent."""
+    if not isinstance(like, DTensor) or whole.shape != like.shape:
+        return whole
+    mine = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return mine.to_local()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, detached."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def difference(expected: torch.Tensor, got: torch.Tensor) -> float:
+    """max|difference| over what this rank holds; infinite where shapes or dtypes differ."""
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return WRONG
+    mine, ours = shard_like(expected.detach(), got), local(got)
+    if mine.shape != ours.shape:
+        return WRONG
+    return (mine - ours).abs().max().item() if mine.numel() else 0.0
+
+
+def error(expected: torch.Tensor, got: torch.Tensor) -> float:
+    """max|difference| / max|expected|; infinite where shapes or dtypes differ."""
     if expected.numel() == 0:
-        return 0.0
-    scale = expected.abs().max().item()
-    return (got - expected).abs().max().item() / max(scale, 1e-30)
+        return same(expected.shape == got.shape)
+    return difference(expected, got) / max(expected.detach().abs().max().item(), 1e-30)
 
 
 def gradient_errors(
@@ -42,14 +62,10 @@ def gradient_errors(
     for name, g in expected.items():
         ours = got[name]
         if g is None or ours is None:
-            errors[name] = 0.0 if g is ours else WRONG
-            continue
-        ours = full(ours)
-        if ours.shape != g.shape or ours.dtype != g.dtype:
-            errors[name] = WRONG
+            errors[name] = same(g is ours)
             continue
         scale = max(g.abs().max().item(), 1e-3 * largest, 1e-30)
-        errors[name] = (ours - g).abs().max().item() / scale
+        errors[name] = difference(g, ours) / scale
     return errors
 
 
@@ -77,7 +93,7 @@ def compare_parameters(reference: nn.Module, model: nn.Module) -> Errors:
     ours = dict(model.named_parameters())
     if theirs.keys() != ours.keys():
         return {"names of the parameters": WRONG}
-    return {n: (full(ours[n]) - full(p)).abs().max().item() for n, p in theirs.items()}
+    return {n: difference(p, ours[n]) for n, p in theirs.items()}
 
 
 def same(condition: bool) -> float:
@@ -121,24 +137,23 @@ def beyond(results: Iterable[Errors], tolerance: float = TOLERANCE) -> Errors:
 def step(
     reference: nn.Module,
     model: nn.Module,
-    run: Callable[[Any], Mapping[str, torch.Tensor | None]],
+    run: Callable[[Any], Mapping[str, torch.Tensor]],
     plain: bool = True,
 ) -> Errors:
     """Run both forward and backward from scratch, and compare all outputs and gradients.
 
     Args:
-        run: calls a model and returns named tensors, of which "loss" is differentiated, and which
-            are compared. Called once for each model, it must draw the same inputs for both.
+        run: calls a model and returns named tensors. "objective" is differentiated and not
+            compared itself (a sum of many terms that cancel measures rounding), the others are.
+            Called once for each model, it must draw the same inputs for both.
         plain: whether the sharded model's outputs must be ordinary full tensors.
     """
     outputs = []
     for m in (reference, model):
         m.zero_grad()
-        out = run(m)
-        loss = out["loss"]
-        assert loss is not None
-        loss.backward()
-        outputs.append({n: t for n, t in out.items() if t is not None})
+        out = dict(run(m))
+        out.pop("objective").backward()
+        outputs.append(out)
     theirs, ours = outputs
     errors = {n: error(t, ours[n]) for n, t in theirs.items()}
     if plain:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import tpplan
 
 VOCAB = 131  # a prime: no tp divides it
 SHARDED_LOGITS: dict[str, Any] = {
@@ -47,8 +51,8 @@ def hf(family: str = "Llama", seed: int = 1, device: str = "cpu", **changes: Any
     return model.train()
 
 
-def randomize(model: nn.Module, seed: int) -> None:
-    """Every parameter normal with deviation 0.05: around 1 where it scales a norm, else around 0.
+def randomize(model: nn.Module, seed: int, std: float = 0.05) -> None:
+    """Every parameter normal: around 1 where it scales a norm, else around 0.
 
     No weight keeps a value (zero biases, norms of one) under which a mistake would go unseen.
     """
@@ -56,7 +60,7 @@ def randomize(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         mean = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
         with torch.no_grad():
-            parameter.normal_(mean, 0.05, generator=generator)
+            parameter.normal_(mean, std, generator=generator)
 
 
 def token_ids(batch: int, length: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
@@ -78,3 +82,14 @@ def weights_like(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """Random weights for a scalar loss that no symmetry of the output hides from."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+
+
+def weighed(*outputs: torch.Tensor) -> torch.Tensor:
+    """A scalar that every element of the outputs has its own weight in."""
+    parts = [(t * weights_like(t, i)).sum() for i, t in enumerate(outputs)]
+    return torch.stack(parts).sum()
+
+
+def sharded(model: Any, mesh: DeviceMesh, sp: bool, plan: Any = "llama.yaml") -> Any:
+    """A sharded copy; the model itself stays whole."""
+    return tpplan.parallelize(copy.deepcopy(model), plan, mesh, sequence_parallel=sp)

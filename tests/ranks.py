@@ -96,10 +96,8 @@ class Ranks:
 
     def _stop(self, kill: bool) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            if kill:
-                process.kill()
-            else:
-                pipe.send(None)
+            process.kill() if kill else pipe.send(None)
+        for process in self._processes:
             process.join(10)
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ def load_plan(source: PlanSource, model: nn.Module | None = None) -> Plan:
     if isinstance(source, Plan):
         return source
     if isinstance(source, Mapping):
-        return parse_mapping(source, "<mapping>")
+        return parse_mapping(source, "<mapping>", search=plan_directories())
     if source == "auto":
         if model is None:
             raise PlanError([Diagnostic("plan 'auto' needs a model to choose by")])

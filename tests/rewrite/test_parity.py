@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-import tpplan
-from tests.compare import Errors, Findings, beyond, error, same, step
+from tests.compare import Errors, Findings, beyond, error, full, same, step
 from tests.models import (
     FAMILIES,
     SHARDED_LOGITS,
@@ -23,38 +20,27 @@ from tests.models import (
     hf,
     padded,
     randomize,
+    sharded,
     token_ids,
+    weighed,
     weights_like,
 )
 from tests.ranks import Ranks
+from tests.rewrite import MODES, SIZES
 
-MODES = pytest.mark.parametrize("sp", [False, True], ids=["tp", "tp+sp"])
-SIZES = pytest.mark.parametrize("tp", [2, 4])
-
-Run = Callable[[Any], Mapping[str, torch.Tensor | None]]
+Run = Callable[[Any], Mapping[str, torch.Tensor]]
 
 
-def sharded(model: Any, mesh: DeviceMesh, sp: bool, plan: Any = "llama.yaml") -> Any:
-    """A sharded copy; the model itself stays whole."""
-    return tpplan.parallelize(copy.deepcopy(model), plan, mesh, sequence_parallel=sp)
-
-
-def weighed(*outputs: torch.Tensor) -> torch.Tensor:
-    """A scalar that every element of the outputs has its own weight in."""
-    parts = [(t * weights_like(t, i)).sum() for i, t in enumerate(outputs)]
-    return torch.stack(parts).sum()
-
-
-# --- what is called: functions of a model that return named tensors, "loss" among them
+# --- what is called: functions of a model that return named tensors (see tests.compare.step)
 
 
 def logits_of(batch: int, length: int, seed: int, **call: Any) -> Run:
     """Logits of random ids, and a random weighing of them as the loss."""
     ids = token_ids(batch, length, seed)
 
-    def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+    def run(model: Any) -> Mapping[str, torch.Tensor]:
         logits = model(input_ids=ids, **call).logits
-        return {"logits": logits, "loss": weighed(logits)}
+        return {"logits": logits, "objective": weighed(logits)}
 
     return run
 
@@ -72,9 +58,9 @@ def labelled(batch: int, length: int, seed: int) -> Run:
     labels = ids.clone()
     labels[:, :2] = -100
 
-    def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+    def run(model: Any) -> Mapping[str, torch.Tensor]:
         out = model(input_ids=ids, labels=labels)
-        return {"logits": out.logits, "loss": out.loss}
+        return {"logits": out.logits, "loss": out.loss, "objective": out.loss}
 
     return run
 
@@ -83,9 +69,9 @@ def base_model(batch: int, length: int, seed: int) -> Run:
     """A loss on what the model without its head yields."""
     ids = token_ids(batch, length, seed)
 
-    def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+    def run(model: Any) -> Mapping[str, torch.Tensor]:
         hidden = model.model(input_ids=ids).last_hidden_state
-        return {"last_hidden_state": hidden, "loss": weighed(hidden)}
+        return {"last_hidden_state": hidden, "objective": weighed(hidden)}
 
     return run
 
@@ -94,13 +80,13 @@ def embedded(batch: int, length: int, seed: int) -> Run:
     """``inputs_embeds``, whose gradient is compared too."""
     embeds = weights_like(torch.empty(batch, length, 64), seed)
 
-    def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+    def run(model: Any) -> Mapping[str, torch.Tensor]:
         dtype = next(model.parameters()).dtype
         given = embeds.to(dtype).requires_grad_()
         logits = model(inputs_embeds=given).logits
-        loss = weighed(logits)
-        (grad,) = torch.autograd.grad(loss, given, retain_graph=True)
-        return {"logits": logits, "loss": loss, "gradient of inputs_embeds": grad}
+        objective = weighed(logits)
+        (grad,) = torch.autograd.grad(objective, given, retain_graph=True)
+        return {"logits": logits, "gradient of inputs_embeds": grad, "objective": objective}
 
     return run
 
@@ -114,10 +100,10 @@ def hidden_states(batch: int, length: int, seed: int) -> Run:
     """``output_hidden_states``: each of them, and a loss on all of them."""
     ids = token_ids(batch, length, seed)
 
-    def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+    def run(model: Any) -> Mapping[str, torch.Tensor]:
         out = model(input_ids=ids, output_hidden_states=True)
         named = {f"hidden state {i}": h for i, h in enumerate(out.hidden_states)}
-        return {**named, "logits": out.logits, "loss": weighed(out.logits, *out.hidden_states)}
+        return {**named, "logits": out.logits, "objective": weighed(out.logits, *out.hidden_states)}
 
     return run
 
@@ -126,9 +112,9 @@ def tuple_output(batch: int, length: int, seed: int) -> Run:
     """``return_dict=False``."""
     ids = token_ids(batch, length, seed)
 
-    def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+    def run(model: Any) -> Mapping[str, torch.Tensor]:
         logits = model(input_ids=ids, return_dict=False)[0]
-        return {"logits": logits, "loss": weighed(logits)}
+        return {"logits": logits, "objective": weighed(logits)}
 
     return run
 
@@ -183,6 +169,7 @@ def families_job(mesh: DeviceMesh, family: str, sp: bool) -> Errors:
 def variants_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """Some calls on variants of the models."""
     found = Findings()
+    calls = some_calls()
     variants: dict[str, tuple[str, dict[str, Any]]] = {
         "tied": ("Llama", {"tie_word_embeddings": True}),
         "tied Qwen2": ("Qwen2", {"tie_word_embeddings": True}),
@@ -203,7 +190,7 @@ def variants_job(mesh: DeviceMesh, sp: bool) -> Errors:
                 tied = model.lm_head.weight is model.model.embed_tokens.weight
                 found.add(f"{name}: still one parameter", same(tied))
             inner = Findings()
-            compare_calls(reference, model, some_calls(), inner)
+            compare_calls(reference, model, calls, inner)
             found.add(name, inner.errors)
     return found.errors
 
@@ -213,10 +200,11 @@ def sharded_logits_job(mesh: DeviceMesh, sp: bool) -> Errors:
     found = Findings()
 
     def by_hand(ids: torch.Tensor, vocab: int) -> Run:
-        def run(model: Any) -> Mapping[str, torch.Tensor | None]:
+        def run(model: Any) -> Mapping[str, torch.Tensor]:
             logits = model(input_ids=ids).logits
             flat, labels = logits[:, :-1].reshape(-1, vocab), ids[:, 1:].reshape(-1)
-            return {"logits": logits, "loss": F.cross_entropy(flat, labels)}
+            loss = F.cross_entropy(flat, labels)
+            return {"logits": logits, "loss": loss, "objective": loss}
 
         return run
 
@@ -232,11 +220,8 @@ def sharded_logits_job(mesh: DeviceMesh, sp: bool) -> Errors:
             f"labels, vocabulary {vocab}": labelled(2, 16, 32),
         }
         for name, run in calls.items():
-            for parallel in (True, False):
-                # without loss_parallel DTensor gathers the logits: slower, not wrong
-                with found.case(name), loss_parallel() if parallel else contextlib.nullcontext():
-                    errors = step(reference, model, run, plain=False)
-                found.add(f"{name}, {'' if parallel else 'no '}loss_parallel", errors)
+            with found.case(name), loss_parallel():
+                found.add(name, step(reference, model, run, plain=False))
     return found.errors
 
 
@@ -254,10 +239,9 @@ def checkpointing_job(mesh: DeviceMesh, sp: bool) -> Errors:
                     errors = step(reference, model, labelled(2, length, 40 + length))
                 found.add(f"{name}, length {length}", errors)
 
-            def two_lengths(m: Any) -> Mapping[str, torch.Tensor | None]:
+            def two_lengths(m: Any) -> Mapping[str, torch.Tensor]:
                 first, second = (labelled(2, n, n)(m)["loss"] for n in (9, 14))
-                assert first is not None and second is not None
-                return {"loss": first + 2 * second}
+                return {"first": first, "second": second, "objective": first + 2 * second}
 
             with found.case(f"{name}, two lengths in flight"):
                 errors = step(reference, model, two_lengths)
@@ -269,7 +253,8 @@ def generate_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """Greedy decoding with a KV cache, token for token."""
     found = Findings()
     for family in ("Llama", "Qwen3"):
-        reference = hf(family, seed=5).eval()
+        reference = hf(family).eval()
+        randomize(reference, 5, std=0.3)  # with small weights it would repeat one token
         model = sharded(reference, mesh, sp)
         for batch, length in ((1, 5), (2, 6)):
             ids = token_ids(batch, length, 50 + batch)
@@ -291,10 +276,8 @@ def generate_job(mesh: DeviceMesh, sp: bool) -> Errors:
 def double_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """In float64 nothing but rounding is left, which 1e-12 bounds."""
     found = Findings()
-    for family in ("Llama", "Qwen3"):
-        reference = hf(family, dtype=torch.float64).double()
-        randomize(reference, 9)
-        compare_calls(reference, sharded(reference, mesh, sp), every_call(), found)
+    reference = hf("Qwen3").double()
+    compare_calls(reference, sharded(reference, mesh, sp), every_call(), found)
     return found.errors
 
 
@@ -325,19 +308,19 @@ def modes_job(mesh: DeviceMesh, sp: bool) -> Errors:
     reference = hf("Qwen3")
     model = sharded(reference, mesh, sp)
 
-    def two_forwards(m: Any) -> Mapping[str, torch.Tensor | None]:
+    def two_forwards(m: Any) -> Mapping[str, torch.Tensor]:
         first, second = logits_of(2, 13, 70)(m), logits_of(1, 6, 71)(m)
-        assert first["loss"] is not None and second["loss"] is not None
-        return {"first": first["logits"], "loss": first["loss"] - 2 * second["loss"]}
+        objective = first["objective"] - 2 * second["objective"]
+        return {"first": first["logits"], "second": second["logits"], "objective": objective}
 
-    def one_position(m: Any) -> Mapping[str, torch.Tensor | None]:
+    def one_position(m: Any) -> Mapping[str, torch.Tensor]:
         logits = m(input_ids=token_ids(2, 13, 72)).logits[:, -1]
-        return {"logits": logits, "loss": weighed(logits)}
+        return {"logits": logits, "objective": weighed(logits)}
 
-    def head_and_base(m: Any) -> Mapping[str, torch.Tensor | None]:
+    def head_and_base(m: Any) -> Mapping[str, torch.Tensor]:
         hidden = m.model(input_ids=token_ids(2, 13, 73)).last_hidden_state
         logits = m.lm_head(hidden[:, 4:9])
-        return {"logits": logits, "loss": weighed(logits, hidden)}
+        return {"logits": logits, "objective": weighed(logits, hidden)}
 
     calls = {"two forwards": two_forwards, "one position": one_position, "by hand": head_and_base}
     compare_calls(reference, model, calls, found)
@@ -346,6 +329,88 @@ def modes_job(mesh: DeviceMesh, sp: bool) -> Errors:
         found.add("no_grad", error(reference(ids).logits, model(ids).logits))
     with torch.inference_mode():
         found.add("inference_mode", error(reference(ids).logits, model(ids).logits))
+    return found.errors
+
+
+def hooks_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Hooks of every kind on a layer: what they see, and what they change."""
+    found = Findings()
+    ids = token_ids(2, 13, 75)
+
+    def hooked(m: Any, install: Callable[[Any, dict[str, Any]], Any]) -> dict[str, torch.Tensor]:
+        seen: dict[str, Any] = {}
+        handle = install(m.model.layers[0], seen)
+        try:
+            logits = m(input_ids=ids).logits
+            objective = weighed(logits)
+            objective.backward(retain_graph=True)  # what the hooks see of it is compared
+        finally:
+            handle.remove()
+        m.zero_grad()
+        kept = seen.pop("retained", None)
+        if kept is not None:
+            seen["gradient"] = kept.grad.clone()
+            kept.grad = None
+        return {**{n: full(t) for n, t in seen.items()}, "logits": logits, "objective": objective}
+
+    def tensor_hook(layer: Any, seen: dict[str, Any]) -> Any:
+        def after(_: Any, __: Any, out: torch.Tensor) -> None:
+            out.register_hook(lambda g: seen.__setitem__("gradient", g.clone()))
+
+        return layer.register_forward_hook(after)
+
+    def changing_tensor_hook(layer: Any, seen: dict[str, Any]) -> Any:
+        def after(_: Any, __: Any, out: torch.Tensor) -> None:
+            out.register_hook(lambda g: g * 3)
+
+        return layer.register_forward_hook(after)
+
+    def retain(layer: Any, seen: dict[str, Any]) -> Any:
+        def after(_: Any, __: Any, out: torch.Tensor) -> None:
+            out.retain_grad()
+            seen["retained"] = out
+
+        return layer.register_forward_hook(after)
+
+    def replace(layer: Any, seen: dict[str, Any]) -> Any:
+        return layer.register_forward_hook(lambda _, __, out: out * 3)
+
+    def in_place(layer: Any, seen: dict[str, Any]) -> Any:
+        return layer.register_forward_hook(lambda _, __, out: out.mul_(3))
+
+    def before(layer: Any, seen: dict[str, Any]) -> Any:
+        return layer.register_forward_pre_hook(lambda _, args: (args[0] * 3, *args[1:]))
+
+    def backward(layer: Any, seen: dict[str, Any]) -> Any:
+        def after(_: Any, inputs: Any, outputs: Any) -> None:
+            seen["gradient of the output"] = outputs[0].clone()
+
+        return layer.register_full_backward_hook(after)
+
+    def value(layer: Any, seen: dict[str, Any]) -> Any:
+        return layer.register_forward_hook(
+            lambda _, __, out: seen.__setitem__("output", out.clone())
+        )
+
+    installers = {
+        "forward hook": value,
+        "tensor hook": tensor_hook,
+        "tensor hook that changes the gradient": changing_tensor_hook,
+        "retain_grad": retain,
+        "forward hook that replaces": replace,
+        "forward hook that changes in place": in_place,
+        "forward pre-hook": before,
+        "backward hook": backward,
+    }
+    reference = hf("Llama")
+    model = sharded(reference, mesh, sp)
+    for name, install in installers.items():
+        with found.case(name):
+
+            def run(m: Any, install: Any = install) -> dict[str, torch.Tensor]:
+                return hooked(m, install)
+
+            found.add(name, step(reference, model, run))
     return found.errors
 
 
@@ -393,6 +458,12 @@ def test_float64(ranks: Ranks, tp: int, sp: bool) -> None:
 @MODES
 def test_ids_outside_the_vocabulary(ranks: Ranks, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, vocabulary_job, sp))
+
+
+@SIZES
+@MODES
+def test_hooks_on_a_layer(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, hooks_job, sp))
 
 
 @SIZES

@@ -51,10 +51,18 @@ def parse_mapping(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes an object that occurs twice out twice."""
+    """Writes an object that occurs twice out twice, and every text on one line."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+
+def _text_node(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text_node)
 
 
 def _plain(value: object, path: tuple[str, ...]) -> object:

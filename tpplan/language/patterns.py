@@ -121,6 +121,10 @@ class Pattern:
 
 def match_segments(segments: Sequence[Segment], names: Sequence[str]) -> bool:
     """Whether the segments of a pattern fit those of a path."""
+    last = segments[-1]
+    # Most paths end in another name, which this finds out soonest.
+    if not last.spans and not last.matches(names[-1]):
+        return False
     return wildcard_match(segments, _spans, names, Segment.matches)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tpplan.compat import FakeTensorMode
-from tpplan.language import Diagnostic, Plan, PlanError, Rule
+from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError, Position, Rule
 from tpplan.planner import attention, infer, locality
 from tpplan.planner.compiled import CompiledPlan, KernelChoice, ModulePlan, ParameterPlan
 from tpplan.planner.flow import Flow, follow
@@ -76,8 +76,15 @@ class _Compiler:
     def complain(
         self, rule: Rule | None, paths: Iterable[str], message: str, hint: str | None = None
     ) -> None:
-        position = None if rule is None else rule.position
+        position = self._position_of("rules:") if rule is None else rule.position
         self.wrong.append(Diagnostic(f"{fold(paths)}: {message}", position, hint))
+
+    def _position_of(self, key: str) -> Position:
+        """Where a top-level key of the plan is: the place for what no rule is to blame for."""
+        for number, line in enumerate(self.plan.text.splitlines(), start=1):
+            if line.startswith(key):
+                return Position(self.plan.path or self.plan.name, number, 1, line, len(key))
+        return self.plan.rules[0].position
 
     def complain_by_rule(self, found: Mapping[str, str], hint: str | None = None) -> None:
         """One diagnostic for each rule and message, over all the modules it speaks of."""
@@ -152,15 +159,12 @@ class _Compiler:
             self.complain(None, small, message, hint)
 
     def check_kernels(self, asked: str | Mapping[str, str] | None) -> None:
-        wanted = dict(self.plan.kernels)
-        if isinstance(asked, str):
-            wanted = dict.fromkeys([*wanted, "all kinds"], asked)
-        elif asked is not None:
-            wanted.update(asked)
+        wanted = {"all": asked} if isinstance(asked, str) else {**self.plan.kernels, **(asked or {})}
         for kind, implementation in wanted.items():
             if implementation not in ("auto", "torch"):
                 message = f"kernels: {kind}: '{implementation}' is not available in this version"
-                self.wrong.append(Diagnostic(message, hint="use 'auto' or 'torch'"))
+                hint = "use 'auto' or 'torch'"
+                self.wrong.append(Diagnostic(message, self._position_of("kernels:"), hint))
 
     def rule_of(self, parameter: str) -> Rule | None:
         """The rule that governs a parameter: its own, or its module's."""
@@ -197,6 +201,7 @@ class _Compiler:
         self.elements = infer.find_elements(self.trace, self.styles, self.plan.layers)
         self.geometry = infer.find_heads(self.trace, self.styles, self.model)
         self.flow = follow(self.trace, self.styles, self.boundaries, self.elements)
+        self.check_stack()
         self.check_flow(self.flow)
         self.check_heads()
         self.attributes = attention.per_rank_attributes(
@@ -216,6 +221,17 @@ class _Compiler:
             message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
             hint = "give inputs= with which the model's forward can be called"
             raise PlanError([Diagnostic(message, hint=hint)]) from error
+
+    def check_stack(self) -> None:
+        if self.elements:
+            return
+        if self.plan.layers is not None:
+            message = f"layers: '{self.plan.layers.text}' names no module that was called"
+            self.wrong.append(Diagnostic(message, self.plan.layers_position))
+        elif self.sequence_parallel and "rowwise" in self.styles.values():
+            message = "no layer stack was found for the sequence-sharded stream"
+            hint = "name it with 'layers:', or turn sequence_parallel off"
+            self.complain(None, [""], message, hint)
 
     def check_flow(self, flow: Flow) -> None:
         self.complain_by_rule(
@@ -285,8 +301,8 @@ class _Compiler:
             plan=self.plan,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
-            modules=self.module_plans(),
-            parameters=parameters,
+            modules=FrozenMap(self.module_plans()),
+            parameters=FrozenMap(parameters),
             unmatched=self.matches.unmatched,
         )
 
@@ -343,8 +359,8 @@ class _Compiler:
                 element=self.elements.get(path),
                 container=path in containers,
                 draws=path in self.draws or isinstance(module, nn.modules.dropout._DropoutNd),
-                attributes=self.attributes.get(path, {}),
-                options={} if rule is None else rule.options,
+                attributes=FrozenMap(self.attributes.get(path)),
+                options=FrozenMap() if rule is None else rule.options,
                 kernel=_kernel(rule),
             )
             if plan != ModulePlan(path=path, style=None):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.language import Plan, Rule
+from tpplan.language import FrozenMap, Plan, Rule
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class ModulePlan:
     element: Element | None = None
     container: bool = False
     draws: bool = False
-    attributes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    options: Mapping[str, object] = field(default_factory=dict)
+    attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
+    options: Mapping[str, object] = field(default_factory=FrozenMap)
     kernel: KernelChoice | None = None
 
 

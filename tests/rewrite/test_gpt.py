@@ -1,0 +1,62 @@
+"""A plain PyTorch decoder: LayerNorm, biases, GELU, learned positions, dropout, a tied head."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+import tpplan
+from tests.compare import Errors, Findings, beyond, step
+from tests.gpt import GPT
+from tests.models import VOCAB, randomize, token_ids
+from tests.ranks import RankError, Ranks
+
+MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
+
+
+def new(dropout: float = 0.0) -> GPT:
+    model = GPT(vocabulary=VOCAB, dropout=dropout).train()
+    randomize(model, 3)
+    return model
+
+
+def loss(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    logits = model(ids)
+    return {"objective": F.cross_entropy(logits.flatten(0, 1), ids.flatten()), "logits": logits}
+
+
+def parity(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
+    found = Findings()
+    reference = new()
+    model = copy.deepcopy(reference)
+    tpplan.parallelize(model, "gpt", mesh, sequence_parallel=sequence_parallel)
+    for seed, (batch, length) in enumerate([(1, 16), (3, 16), (3, 13), (2, 3), (1, 1)]):
+        ids = token_ids(batch, length, seed)
+        found.add(f"{batch}×{length}", step(reference, model, lambda m, ids=ids: loss(m, ids)))
+    reference, model = new(dropout=0.3).eval(), new(dropout=0.3).eval()
+    tpplan.parallelize(model, "gpt", mesh, sequence_parallel=sequence_parallel)
+    ids = token_ids(2, 9, 9)
+    found.add("dropout in eval", step(reference, model, lambda m: loss(m, ids)))
+    return found.errors
+
+
+@MODES
+@pytest.mark.parametrize("tp", [2, 4])
+def test_parity(ranks: Ranks, tp: int, sequence_parallel: bool) -> None:
+    assert beyond(ranks.run(tp, parity, sequence_parallel)) == {}
+
+
+def train_with_dropout(mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    model = tpplan.parallelize(new(dropout=0.1), "gpt", mesh, sequence_parallel)
+    model(token_ids(2, 8, 0))
+
+
+@MODES
+def test_dropout_in_training_is_refused(ranks: Ranks, sequence_parallel: bool) -> None:
+    with pytest.raises(RankError, match=r"drop: dropout with p > 0 is not supported in training"):
+        ranks.run(2, train_with_dropout, sequence_parallel)
