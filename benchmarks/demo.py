@@ -40,7 +40,8 @@ def new_model() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SHAPE)).train()  # type: ignore[no-any-return]
+    config = LlamaConfig(**SHAPE)  # type: ignore[arg-type]
+    return LlamaForCausalLM(config).train()  # type: ignore[no-any-return]
 
 
 def batch() -> dict[str, Tensor]:
@@ -98,11 +99,10 @@ def main() -> int:
             new_model(), "llama.yaml", tp=RANKS, sequence_parallel=sequence_parallel, inputs=batch()
         )
         expected = [_key(c) for c in predicted.collectives]
-        measured = on_ranks(measure, RANKS, sequence_parallel)
-        table = Table(
-            "phase", "collective", "measured", "predicted", box=None, title_justify="left"
-        )
-        table.title = f"LlamaForCausalLM, {SHAPE['num_hidden_layers']} layers, {mode}, 2 gloo ranks"
+        measured = results[mode]
+        layers = SHAPE["num_hidden_layers"]
+        console.print(f"LlamaForCausalLM, {layers} layers, {mode}, {RANKS} gloo ranks")
+        table = Table("phase", "collective", "measured", "predicted", box=None)
         for phase, kind in sorted({k[:2] for k in [*expected, *measured["collectives"]]}):
             counts = [
                 sum(k[:2] == (phase, kind) for k in keys)

@@ -104,5 +104,3 @@ class Ranks:
         """End the processes."""
         self._stop(kill=False)
         self._folder.cleanup()
-
-

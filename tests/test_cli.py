@@ -75,7 +75,19 @@ def test_a_factory_of_the_users_own(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, out, _ = run(
-        capsys, *"dry-run gpt.yaml --model tests.gpt:GPT --tp 2 --batch 3 --seq 13".split()
+        capsys,
+        *[
+            "dry-run",
+            "gpt.yaml",
+            "--model",
+            "tests.gpt:GPT",
+            "--tp",
+            "2",
+            "--batch",
+            "3",
+            "--seq",
+            "13",
+        ],
     )
     assert code == 0
     assert "GPT · plan gpt.yaml" in out

@@ -78,7 +78,7 @@ def _from_config(path: Path) -> nn.Module:
         with torch.device("meta"), _default_dtype(config.dtype):
             if found is not None:
                 return found(config)  # type: ignore[no-any-return]
-            return transformers.AutoModelForCausalLM.from_config(config)
+            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
     except Exception as error:
         raise ModelError(f"cannot build '{path}': {type(error).__name__}: {error}") from error
 

@@ -84,9 +84,7 @@ def test_hard_coded_head_counts_become_per_rank_values() -> None:
 
 
 def test_one_boundary_serves_modules_that_are_given_the_same_tensor() -> None:
-    plan = compiled(
-        Parallel(), PARALLEL, inputs=torch.zeros(2, 8, 16), sequence_parallel=False
-    )
+    plan = compiled(Parallel(), PARALLEL, inputs=torch.zeros(2, 8, 16), sequence_parallel=False)
     entries = {p.path: p.boundary for p in plan.modules.values() if p.boundary}
     assert set(entries) == {"layers.0.left", "layers.0.right"}
     assert {e.shared for e in entries.values() if e} == {("layers.0.left", "layers.0.right")}

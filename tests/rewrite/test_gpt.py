@@ -35,7 +35,7 @@ def parity(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
     reference = new()
     model = copy.deepcopy(reference)
     tpplan.parallelize(model, "gpt", mesh, sequence_parallel=sequence_parallel)
-    for seed, (batch, length) in enumerate([(1, 16), (3, 16), (3, 13), (2, 3), (1, 1)]):
+    for seed, (batch, length) in enumerate([(1, 16), (3, 16), (3, 13), (2, 3), (2, 1)]):
         ids = token_ids(batch, length, seed)
         found.add(f"{batch}×{length}", step(reference, model, lambda m, ids=ids: loss(m, ids)))
     reference, model = new(dropout=0.3).eval(), new(dropout=0.3).eval()

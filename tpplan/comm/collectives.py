@@ -100,7 +100,7 @@ def all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site)
         whole = whole.view(group.size, *shape).movedim(0, dim)
     shape[dim] = rows
     whole = whole.reshape(shape)
-    return whole if rows == length else whole.narrow(dim, 0, length)
+    return whole if rows == length else whole.narrow(dim, 0, length)  # type: ignore[no-any-return]
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Group, site: Site) -> torch.Tensor:
@@ -113,7 +113,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group, site: Site) -> torch
     if shape[:dim].count(1) == dim:
         x = x.reshape(rows * group.size, *shape[dim + 1 :])
     else:
-        split = shape[:dim] + [group.size, rows] + shape[dim + 1 :]
+        split = [*shape[:dim], group.size, rows, *shape[dim + 1 :]]
         x = x.reshape(split).movedim(dim, 0).contiguous().flatten(0, 1)
     with below_autograd():
         part = _wait(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))

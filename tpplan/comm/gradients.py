@@ -32,9 +32,7 @@ def localize(
     return _Localize.apply(tuple(summed), group, site, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def coalesced_sum(
-    tensors: Sequence[torch.Tensor], group: Group, site: Site
-) -> list[torch.Tensor]:
+def coalesced_sum(tensors: Sequence[torch.Tensor], group: Group, site: Site) -> list[torch.Tensor]:
     """Sum each tensor over the ranks, with one all-reduce for each dtype among them.
 
     The results are contiguous tensors of their own: a view into the common buffer has a storage

@@ -26,7 +26,7 @@ def per_rank_attributes(
     for path, rule in rules.items():
         if rule.style != "attention":
             continue
-        values = _geometry(path, rule, geometry)
+        values = _geometry(path, rule, geometry, wrong)
         local = {k: v // tp if k in ("heads", "kv_heads") else v for k, v in values.items()}
         attributes = rule.options.get("attributes") or {}
         assert isinstance(attributes, Mapping)
@@ -59,7 +59,7 @@ def per_rank_attributes(
 
 
 def _geometry(
-    path: str, rule: Rule, geometry: Mapping[str, tuple[int, int]]
+    path: str, rule: Rule, geometry: Mapping[str, tuple[int, int]], wrong: list[Diagnostic]
 ) -> dict[str, int]:
     inside = [shape for name, shape in geometry.items() if name.startswith(f"{path}.")]
     values: dict[str, int] = {}
@@ -73,6 +73,9 @@ def _geometry(
         stated = rule.options.get(key)
         if isinstance(stated, int):
             values[key] = stated
+        elif stated is not None:
+            message = f"{path}: {key} must be a number in this version, not '{stated}'"
+            wrong.append(Diagnostic(message, rule.option_positions.get(key, rule.position)))
     if "heads" in values:
         values.setdefault("kv_heads", values["heads"])
     return values

@@ -106,7 +106,9 @@ class _Compiler:
             if complaint is not None:
                 refused[path] = f"{rule.style}: {complaint}"
             elif "forward" in vars(module):
-                refused[path] = "its forward was replaced on the instance, which would hide the plan's"
+                refused[path] = (
+                    "its forward was replaced on the instance, which would hide the plan's"
+                )
         self.complain_by_rule(refused)
         for rule in self.plan.rules:
             extra = sorted(set(rule.options) - SUPPORTED_OPTIONS[rule.style])
@@ -116,7 +118,9 @@ class _Compiler:
                 self.wrong.append(Diagnostic(message, where))
         for rule in self.matches.parameters.values():
             if rule.style != "replicate":
-                message = f"a bare parameter can only be 'replicate' in this version, not '{rule.style}'"
+                message = (
+                    f"a bare parameter can only be 'replicate' in this version, not '{rule.style}'"
+                )
                 self.wrong.append(Diagnostic(message, rule.position))
         if any(_is_dtensor(p) for p in self.model.parameters()):
             message = "the model already holds DTensor parameters"
@@ -159,7 +163,9 @@ class _Compiler:
             self.complain(None, small, message, hint)
 
     def check_kernels(self, asked: str | Mapping[str, str] | None) -> None:
-        wanted = {"all": asked} if isinstance(asked, str) else {**self.plan.kernels, **(asked or {})}
+        wanted = (
+            {"all": asked} if isinstance(asked, str) else {**self.plan.kernels, **(asked or {})}
+        )
         for kind, implementation in wanted.items():
             if implementation not in ("auto", "torch"):
                 message = f"kernels: {kind}: '{implementation}' is not available in this version"
@@ -169,7 +175,7 @@ class _Compiler:
     def rule_of(self, parameter: str) -> Rule | None:
         """The rule that governs a parameter: its own, or its module's."""
         own = self.matches.parameters.get(parameter)
-        path, _, leaf = parameter.rpartition(".")
+        path = parameter.rpartition(".")[0]
         rule = self.matches.modules.get(path)
         if own is None and rule is not None and rule.style == "attention":
             return None
@@ -248,9 +254,8 @@ class _Compiler:
             self.complain(None, flow.unreduced, message, hint)
         if self.sequence_parallel:
             for path, maker in flow.mixed.items():
-                message = (
-                    "combines the sequence-sharded stream with a whole tensor"
-                    + (f" from {maker}" if maker else "")
+                message = "combines the sequence-sharded stream with a whole tensor" + (
+                    f" from {maker}" if maker else ""
                 )
                 hint = "give the module that makes that tensor the style sequence_parallel"
                 self.complain(self.matches.modules.get(maker), [path], message, hint)

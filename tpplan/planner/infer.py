@@ -25,7 +25,9 @@ def stream_input(trace: Trace, call: Call) -> tuple[int, Argument] | None:
     return None
 
 
-def find_boundaries(trace: Trace, styles: Mapping[str, str], heads: set[str]) -> dict[str, Boundary]:
+def find_boundaries(
+    trace: Trace, styles: Mapping[str, str], heads: set[str]
+) -> dict[str, Boundary]:
     """Where each input of a column-parallel layer enters: module path -> boundary.
 
     It belongs at the outermost module that was given the very same tensor and uses it for
@@ -116,7 +118,9 @@ def _stream_of(trace: Trace, call: Call) -> Argument | None:
     return None
 
 
-def find_heads(trace: Trace, styles: Mapping[str, str], model: nn.Module) -> dict[str, tuple[int, int]]:
+def find_heads(
+    trace: Trace, styles: Mapping[str, str], model: nn.Module
+) -> dict[str, tuple[int, int]]:
     """Heads and width of a head, for each column-parallel layer whose output is viewed by heads."""
     flat = _column_outputs(trace, styles)
     found: dict[str, tuple[int, int]] = {}
@@ -162,7 +166,9 @@ def find_cuts(trace: Trace, styles: Mapping[str, str]) -> dict[str, str]:
 def require_called(trace: Trace, styles: Mapping[str, str]) -> None:
     """Refuse what cannot be inferred: a sharded module that the traced forward never called."""
     called = {c.path for c in trace.calls}
-    silent = [p for p, s in styles.items() if s in ("colwise", "rowwise", "vocab") and p not in called]
+    silent = [
+        p for p, s in styles.items() if s in ("colwise", "rowwise", "vocab") and p not in called
+    ]
     if silent:
         message = f"{silent[0]} was not called in the forward pass that was traced"
         hint = "give inputs= with which the model calls it, or leave it out of the plan"

@@ -1,4 +1,4 @@
-"""Whether a module may run on a part of the sequence: proved on random numbers, not by its class."""
+"""Whether a module may run on a part of the sequence: proved on random numbers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Matches:
 
 
 def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
-    """Match a plan's rules; an exact path beats a pattern, two patterns on one path are an error."""
+    """Match a plan's rules; an exact path beats a pattern, two patterns on one are an error."""
     modules = [path for path, _ in model.named_modules(remove_duplicate=False)]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     claims: dict[str, list[Rule]] = {}

@@ -60,17 +60,15 @@ def _linear(module: nn.Module) -> str | None:
 
 def _colwise(module: nn.Module, tp: int) -> str | None:
     wrong = _linear(module)
-    if wrong is None and module.out_features % tp:
-        fit = divisors(int(module.out_features))  # type: ignore[arg-type]
-        wrong = f"tp {tp} does not divide its {module.out_features} outputs; tp may be {fit}"
+    if wrong is None and (width := int(module.out_features)) % tp:  # type: ignore[arg-type]
+        wrong = f"tp {tp} does not divide its {width} outputs; tp may be {divisors(width)}"
     return wrong
 
 
 def _rowwise(module: nn.Module, tp: int) -> str | None:
     wrong = _linear(module)
-    if wrong is None and module.in_features % tp:
-        fit = divisors(int(module.in_features))  # type: ignore[arg-type]
-        wrong = f"tp {tp} does not divide its {module.in_features} inputs; tp may be {fit}"
+    if wrong is None and (width := int(module.in_features)) % tp:  # type: ignore[arg-type]
+        wrong = f"tp {tp} does not divide its {width} inputs; tp may be {divisors(width)}"
     return wrong
 
 

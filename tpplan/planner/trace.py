@@ -93,9 +93,7 @@ class _Recorder(TorchDispatchMode):
         leaves = tree_flatten(values)[0]
         return tuple(self.number(t) for t in leaves if isinstance(t, torch.Tensor))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if self.stack:
             op = Op(

@@ -112,9 +112,7 @@ class Recorder(TorchDispatchMode):
             self._record(kind, func, args, kwargs or {}, out)
         return out
 
-    def _record(
-        self, kind: str, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any
-    ) -> None:
+    def _record(self, kind: str, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
         site = self._site or Site("", "issued outside the rewritten modules")
         self._site = None
         given = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]

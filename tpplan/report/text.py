@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -149,8 +148,6 @@ def _memory(report: Report) -> Text:
         f"Parameters: {number(total)} in all ({size(memory['parameters_total'])}), "
         f"{number(mine)} per rank ({size(memory['parameters_per_rank'])}, "
         f"{100 * mine / max(total, 1):.1f} %)\n"
-        "Bytes sent are those of ring algorithms, on the first rank. 'summed': each rank sees a part "
-        "of the work, so the gradients are summed over the ranks, all in one all-reduce."
+        "Bytes sent are those of ring algorithms, on the first rank. 'summed': each rank sees a "
+        "part of the work, so the gradients are summed over the ranks, all in one all-reduce."
     )
-
-

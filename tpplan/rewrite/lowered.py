@@ -64,7 +64,7 @@ class Lowered(nn.Module):
 
     _tpplan: State
 
-    def _locals(self) -> tuple[torch.Tensor, ...]:
+    def _locals(self) -> Sequence[torch.Tensor]:
         state = self._tpplan
         return state.own.read(self, state.stream)
 
@@ -74,7 +74,7 @@ class Lowered(nn.Module):
         before = tuple(self._parameters[name] for name in own.names)
         installed = all(p is q for p, q in zip(before, own.installed, strict=True))
         own.drop()
-        result = super()._apply(fn, recurse)
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if installed:
             own.adopt(self)
         return result
@@ -84,7 +84,7 @@ class Lowered(nn.Module):
     ) -> None:
         # a checkpoint of the unsharded model loads as before: each rank takes its own shard
         own = self._tpplan.own
-        installed = [self._parameters[n] is p for n, p in zip(own.names, own.installed, strict=True)]
+        held = [self._parameters[name] for name in own.names]
         for name in own.names:
             given, here = state_dict.get(prefix + name), self._parameters[name]
             if not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
@@ -95,7 +95,7 @@ class Lowered(nn.Module):
                 )
                 state_dict[prefix + name] = shard
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        if all(installed):
+        if all(p is q for p, q in zip(held, own.installed, strict=True)):
             own.adopt(self)
 
 
@@ -119,7 +119,7 @@ class LocalParameters(Lowered):
 
 def lower(module: nn.Module, roles: Sequence[type[Lowered]], state: State) -> None:
     """Give ``module`` the classes ``roles`` (the outermost first) in front of its own."""
-    module.__class__ = _class(tuple(roles), type(module))
+    module.__class__ = _class(tuple(roles), type(module))  # type: ignore[arg-type]
     object.__setattr__(module, "_tpplan", state)
 
 

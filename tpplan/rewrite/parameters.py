@@ -22,6 +22,7 @@ from tpplan.comm import Site, Stream, localize
 _Source = tuple[str, Any, torch.Tensor, bool]
 _Job = tuple["Own", int, DTensor]
 
+
 class Own:
     """The parameters of one module, and the local tensors it computes with.
 
@@ -60,7 +61,7 @@ class Own:
 
     def read(self, module: nn.Module, stream: Stream) -> Sequence[torch.Tensor]:
         """The local tensors of the module's parameters, in the order of ``names``."""
-        parameters = module._parameters
+        parameters: dict[str, Any] = module._parameters
         for source in self._sources:
             if (
                 source is None
@@ -73,7 +74,7 @@ class Own:
 
     def stale(self, module: nn.Module) -> list[int]:
         """Which of the parameters have no local tensor, or one that is no longer theirs."""
-        parameters = module._parameters
+        parameters: dict[str, Any] = module._parameters
         return [
             i
             for i, source in enumerate(self._sources)
@@ -104,9 +105,9 @@ def make(jobs: Iterable[tuple[nn.Module, Own, int]], stream: Stream, site: Site)
         if isinstance(parameter, DTensor) and compat.mesh_of(parameter) == stream.mesh:
             keep = parameter is own.installed[index] and not torch.compiler.is_compiling()
             (installed if keep else passing).append((own, index, parameter))
-    for own, index, parameter, local in _localized(installed, stream, site, keep=True):
+    for own, index, origin, local in _localized(installed, stream, site, keep=True):
         own._kept[index] = local
-        source = (own.names[index], parameter, compat.local_of(parameter), parameter.requires_grad)
+        source = (own.names[index], origin, compat.local_of(origin), origin.requires_grad)
         own._sources[index] = source
     for own, index, _, local in _localized(passing, stream, site, keep=False):
         own._passing[index] = local

@@ -18,7 +18,9 @@ from tpplan.planner.trace import fake_inputs
 from tpplan.rewrite.apply import apply
 
 
-def rehearse(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh, inputs: Any = None) -> None:
+def rehearse(
+    model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh, inputs: Any = None
+) -> None:
     """Rewrite a shadow of ``model`` and run its forward; nothing is computed and nothing sent.
 
     Raises:

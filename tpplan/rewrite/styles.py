@@ -120,7 +120,7 @@ def roles_of(plan: ModulePlan, module: nn.Module) -> list[type[Lowered]]:
         roles.append(Boundary)
     if plan.style == "vocab":
         roles.append(VocabEmbedding if isinstance(module, nn.Embedding) else VocabHead)
-    elif plan.style in _COMPUTES:
+    elif plan.style is not None and plan.style in _COMPUTES:
         roles.append(_COMPUTES[plan.style])
     else:
         if plan.style == "sequence_parallel":
