@@ -63,9 +63,9 @@ class Stream:
 
     def to_local(self, x: DTensor) -> torch.Tensor:
         """The plain padded chunk of a DTensor stream; one of other placements is redistributed."""
-        kept = getattr(x, "_tpplan_chunk", None)
-        if kept is not None and kept[1] == x._version:
-            return kept[0]  # type: ignore[no-any-return]
+        kept = _chunk_of(x)
+        if kept is not None:
+            return kept
         if not self.is_sharded(x):
             x = x.redistribute(placements=[Shard(self.dim)])
         if torch.compiler.is_compiling():
@@ -87,9 +87,8 @@ class Stream:
             )
         x: DTensor = _ToGlobal.apply(local, self, length, dim)  # type: ignore[no-untyped-call]
         if dim == self.dim:
-            # the next element of the stack takes the chunk from here and skips both conversions,
-            # unless somebody has changed the DTensor in place since
-            x._tpplan_chunk = (local, x._version)  # type: ignore[attr-defined]
+            # the next element of the stack takes the chunk from here and skips both conversions
+            x._tpplan_chunk = (local, _version(x))  # type: ignore[attr-defined]
         return x
 
     def whole(self, x: DTensor, transition: Transition) -> torch.Tensor:
@@ -115,6 +114,24 @@ class Stream:
             spec = compat.dtensor_spec(self.mesh, (Shard(dim),), shape, local.dtype)
             self._specs[key] = spec
         return spec
+
+
+def _chunk_of(x: DTensor) -> torch.Tensor | None:
+    """The chunk ``x`` was made from, where taking it instead of ``x`` makes no difference.
+
+    It does where ``x`` was changed in place since, where somebody waits for its gradient (hooks,
+    FSDP2 among them), and where it entered the graph by itself (reentrant checkpointing).
+    """
+    kept = getattr(x, "_tpplan_chunk", None)
+    if kept is None or kept[1] != _version(x) or kept[0].requires_grad is not x.requires_grad:
+        return None
+    if x._backward_hooks or x.retains_grad:
+        return None
+    return kept[0]  # type: ignore[no-any-return]
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 class _ToGlobal(torch.autograd.Function):
