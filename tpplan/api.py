@@ -17,8 +17,8 @@ from tpplan.compat import fake_world
 from tpplan.language import Diagnostic, Plan, PlanError, load, parse_mapping
 from tpplan.planner import CompiledPlan, compile_plan
 from tpplan.report import Report
+from tpplan.report.rehearse import rehearse
 from tpplan.rewrite import apply, plan_of
-from tpplan.rewrite.rehearse import rehearse
 
 PlanSource = Plan | str | os.PathLike[str] | Mapping[str, Any]
 

@@ -359,3 +359,15 @@ def test_dropout_is_found_in_training_mode() -> None:
         "model.layers.0.self_attn",
         "model.layers.1.self_attn",
     }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_of_other_libraries_are_recognised_by_what_they_compute(family: str) -> None:
+    plan = compiled(hf(family, device="meta"), "llama.yaml")
+    kernel = plan.modules["model.norm"].kernel
+    assert kernel is not None
+    assert (kernel.kind, kernel.implementation) == ("rms_norm", "torch")
+    plan = compiled(GPT(), "gpt")
+    found = {p.path: p.kernel.kind for p in plan.modules.values() if p.kernel}
+    assert found["ln_f"] == "layer_norm"
+    assert "drop" not in found

@@ -12,10 +12,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tpplan.compat import FakeTensorMode
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError, Position, Rule
-from tpplan.planner import attention, infer, locality
+from tpplan.planner import attention, infer
 from tpplan.planner.compiled import CompiledPlan, KernelChoice, ModulePlan, ParameterPlan
 from tpplan.planner.flow import Flow, follow
 from tpplan.planner.match import Matches, fold, folded, match
+from tpplan.planner.probe import probe_modules
 from tpplan.planner.shadow import as_call, example_inputs, shadow_of
 from tpplan.planner.styles import STYLES, SUPPORTED_OPTIONS
 from tpplan.planner.trace import Trace, record
@@ -213,8 +214,9 @@ class _Compiler:
         self.attributes = attention.per_rank_attributes(
             self.model, self.matches.modules, self.geometry, self.tp, self.wrong
         )
+        self.probed = probe_modules(self.model, self.styles, self.trace)
         if self.sequence_parallel:
-            mixing = locality.mixing_modules(self.model, self.styles, self.trace)
+            mixing = [path for path, finding in self.probed.items() if finding.mixes]
             message = "sequence_parallel: its result at one position depends on other positions"
             self.complain_by_rule(dict.fromkeys(mixing, message))
 
@@ -366,11 +368,17 @@ class _Compiler:
                 draws=path in self.draws or isinstance(module, nn.modules.dropout._DropoutNd),
                 attributes=FrozenMap(self.attributes.get(path)),
                 options=FrozenMap() if rule is None else rule.options,
-                kernel=_kernel(rule),
+                kernel=self.kernel(path),
             )
             if plan != ModulePlan(path=path, style=None):
                 plans[path] = plan
         return plans
+
+    def kernel(self, path: str) -> KernelChoice | None:
+        finding = self.probed.get(path)
+        if finding is None or finding.kind is None:
+            return None
+        return KernelChoice(finding.kind, "torch", "the module's own forward; no fused kernel yet")
 
     def _in_element(self, path: str) -> bool:
         return any(e and (path == e or path.startswith(e + ".")) for e in self.elements)
@@ -395,9 +403,3 @@ def _fitting(counts: list[int]) -> str:
 
 def _is_dtensor(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, torch.distributed.tensor.DTensor)
-
-
-def _kernel(rule: Rule | None) -> KernelChoice | None:
-    if rule is None or rule.style != "sequence_parallel":
-        return None
-    return KernelChoice("module", "torch", "the module's own forward runs")

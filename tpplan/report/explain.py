@@ -56,7 +56,8 @@ def _module(compiled: CompiledPlan, plan: ModulePlan | None, path: str) -> list[
     if plan.draws:
         lines.append("draws random numbers in training (dropout), which is refused where p > 0")
     if plan.kernel is not None:
-        lines.append(f"kernel: {plan.kernel.implementation} ({plan.kernel.reason})")
+        kernel = plan.kernel
+        lines.append(f"computes {kernel.kind}: {kernel.implementation} ({kernel.reason})")
     return lines + served
 
 

@@ -15,7 +15,7 @@ from tpplan.planner.compile import call_for
 from tpplan.planner.match import fold
 from tpplan.planner.shadow import shadow_of
 from tpplan.planner.trace import fake_inputs
-from tpplan.rewrite.apply import apply
+from tpplan.rewrite import apply
 
 
 def rehearse(

@@ -1,0 +1,96 @@
+"""What a module computes, found by running it on random numbers: never by its class.
+
+Norm classes come from everywhere. What matters is whether a module works on each position by
+itself, and whether it is a norm that a fused kernel could serve.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.planner.infer import stream_input
+from tpplan.planner.trace import Trace
+
+_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one module.
+
+    Attributes:
+        mixes: its result at one position depends on other positions.
+        kind: "layer_norm" or "rms_norm" where it computes one, else None.
+    """
+
+    mixes: bool
+    kind: str | None
+
+
+def probe_modules(model: nn.Module, styles: Mapping[str, str], trace: Trace) -> dict[str, Finding]:
+    """Probe the modules under ``sequence_parallel``; each distinct kind of module once.
+
+    Modules that take more than the stream, or something other than activations, are left out:
+    they are taken at the plan's word.
+    """
+    known: dict[Any, Finding] = {}
+    found = {}
+    for path, style in styles.items():
+        call = next((c for c in trace.calls if c.path == path), None)
+        if style != "sequence_parallel" or call is None or len(call.arguments) != 1:
+            continue
+        entry = stream_input(trace, call)
+        if entry is None:
+            continue
+        module = model.get_submodule(path)
+        width = trace.shapes[entry[0]][-1]
+        shapes = tuple(tuple(p.shape) for p in module.parameters())
+        key = (type(module), repr(module), shapes, width)
+        if key not in known:
+            known[key] = _probe(module, width)
+        found[path] = known[key]
+    return found
+
+
+def _probe(module: nn.Module, width: int) -> Finding:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.rand(size, generator=generator) + 0.5
+
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(random(*p.shape), requires_grad=False) for p in module.parameters()
+    }
+    twin = copy.deepcopy(module, memo).eval()
+    x = random(1, _ROWS, width)
+    with torch.no_grad():
+        whole = twin(x)
+        if not isinstance(whole, torch.Tensor):
+            return Finding(False, None)
+        rows = torch.cat([twin(x[:, i : i + 1]) for i in range(_ROWS)], dim=1)
+    return Finding(not _equal(whole, rows), _kind(twin, x, whole))
+
+
+def _kind(module: nn.Module, x: torch.Tensor, result: torch.Tensor) -> str | None:
+    """Which norm ``module`` is: of its parameters, the first scales and a second one shifts."""
+    vectors = [p for p in module.parameters() if p.shape == x.shape[-1:]]
+    if not 1 <= len(vectors) <= 2:
+        return None
+    scale, shift = vectors[0], vectors[1] if len(vectors) == 2 else 0.0
+    centred = x - x.mean(-1, keepdim=True)
+    for kind, top in (("layer_norm", centred), ("rms_norm", x)):
+        unit = top * top.pow(2).mean(-1, keepdim=True).rsqrt()
+        # some models keep the scale as an offset from one
+        if any(_equal(result, unit * s + shift) for s in (scale, 1 + scale)):
+            return kind
+    return None
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-3)
