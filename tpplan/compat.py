@@ -23,6 +23,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "below_autograd",
+    "differentiates_backward",
     "dtensor",
     "dtensor_spec",
     "fake_world",
@@ -74,9 +75,9 @@ def dtensor_spec(
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around ``local`` outside autograd: for gradients and inside autograd functions.
 
-    The constructor cannot be traced by torch.compile; ``from_local`` can.
+    The constructor cannot be traced by torch.compile, nor differentiated; ``from_local`` can.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and local.requires_grad):
         assert spec.tensor_meta is not None
         return DTensor.from_local(
             local,
@@ -107,6 +108,11 @@ def in_backward() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1
+
+
+def differentiates_backward() -> bool:
+    """Whether the backward that is running is itself recorded (``create_graph=True``)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def run_when_ready(node: Any) -> None:

@@ -13,7 +13,8 @@ Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
 | ``split``          |          | own slice           | all-gather          |
 | ``join``           |          | all-gather          | own slice           |
 
-``split`` and ``join`` are for tensors that every rank holds, and uses, whole.
+``split`` and ``join`` are for tensors that every rank holds, and uses, whole. A backward that is
+itself differentiated goes through the conjugate, so gradients of gradients are right as well.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tpplan.comm.collectives import (
     pad,
     reduce_scatter,
 )
+from tpplan.compat import differentiates_backward
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class Transition:
     group: Group
     forward: Site
     backward: Site
+
+    def transposed(self) -> Transition:
+        """The boundary as the conjugate operator crosses it."""
+        return Transition(self.group, self.backward, self.forward)
 
 
 def copy_in(x: torch.Tensor, transition: Transition) -> torch.Tensor:
@@ -82,16 +88,22 @@ class _CopyIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return all_reduce(grad, ctx.transition.group, ctx.transition.backward), None
+        transition = ctx.transition
+        if differentiates_backward():
+            return reduce_out(grad, transition.transposed()), None
+        return all_reduce(grad, transition.group, transition.backward), None
 
 
 class _ReduceOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, transition: Transition) -> torch.Tensor:
+        ctx.transition = transition
         return all_reduce(x, transition.group, transition.forward)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if differentiates_backward():
+            grad = copy_in(grad, ctx.transition.transposed())
         return grad, None
 
 
@@ -106,6 +118,8 @@ class _GatherIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         transition = ctx.transition
+        if differentiates_backward():
+            return scatter_out(grad, ctx.dim, transition.transposed()), None, None, None
         part = reduce_scatter(grad, ctx.dim, transition.group, transition.backward)
         return part, None, None, None
 
@@ -119,7 +133,10 @@ class _ScatterOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         transition = ctx.transition
-        whole = all_gather(grad, ctx.dim, ctx.length, transition.group, transition.backward)
+        if differentiates_backward():
+            whole = gather_in(grad, ctx.dim, ctx.length, transition.transposed())
+        else:
+            whole = all_gather(grad, ctx.dim, ctx.length, transition.group, transition.backward)
         return whole, None, None
 
 
@@ -132,7 +149,10 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         transition = ctx.transition
-        whole = all_gather(grad, ctx.dim, ctx.length, transition.group, transition.backward)
+        if differentiates_backward():
+            whole = join(grad, ctx.dim, ctx.length, transition.transposed())
+        else:
+            whole = all_gather(grad, ctx.dim, ctx.length, transition.group, transition.backward)
         return whole, None, None
 
 
@@ -141,11 +161,14 @@ class _Join(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, dim: int, length: int, transition: Transition
     ) -> torch.Tensor:
-        ctx.dim, ctx.rows, ctx.group = dim, x.size(dim), transition.group
+        ctx.dim, ctx.rows, ctx.transition = dim, x.size(dim), transition
         padded = pad(x, dim, chunk(length, transition.group.size))
         return all_gather(padded, dim, length, transition.group, transition.forward)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        part = local_slice(grad, ctx.dim, ctx.group)
+        if differentiates_backward():
+            part = split(grad, ctx.dim, ctx.transition.transposed())
+        else:
+            part = local_slice(grad, ctx.dim, ctx.transition.group)
         return part.narrow(ctx.dim, 0, ctx.rows), None, None, None

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan import compat
 from tpplan.comm.collectives import Group, Site, all_reduce
+from tpplan.comm.conjugates import Transition, reduce_out
 
 
 def localize(
@@ -64,6 +65,8 @@ class _Localize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if compat.differentiates_backward():
+            return (None, None, None, *_differentiably(ctx, grads))
         local = list(grads)
         due = [i for i, g in enumerate(local) if g is not None and ctx.summed[i]]
         if due:
@@ -75,3 +78,13 @@ class _Localize(torch.autograd.Function):
             for g, spec in zip(local, ctx.specs, strict=True)
         )
         return (None, None, None, *wrapped)
+
+
+def _differentiably(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[DTensor | None]:
+    transition = Transition(ctx.group, ctx.site, ctx.site)
+    wrapped: list[DTensor | None] = []
+    for grad, summed, spec in zip(grads, ctx.summed, ctx.specs, strict=True):
+        if grad is not None and summed:
+            grad = reduce_out(grad, transition)
+        wrapped.append(None if grad is None else compat.dtensor(grad, spec))
+    return wrapped

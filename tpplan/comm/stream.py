@@ -146,7 +146,8 @@ class _ToGlobal(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if grad.placements[0] != Shard(ctx.dim):
             grad = grad.redistribute(placements=[Shard(ctx.dim)])
-        return pad(compat.local_of(grad), ctx.dim, ctx.rows), None, None, None
+        local = grad.to_local() if compat.differentiates_backward() else compat.local_of(grad)
+        return pad(local, ctx.dim, ctx.rows), None, None, None
 
 
 class _ToLocal(torch.autograd.Function):

@@ -29,11 +29,11 @@ class Rowwise(Lowered):
         stream = state.stream
         if not stream.sequence_parallel:
             out = reduce_out(partial, state.transition)
-            return out + bias[0] if bias else out
+            return out + bias[0].to(out.dtype) if bias else out
         dim = min(stream.dim, partial.dim() - 2)
         out = scatter_out(partial, dim, state.transition)
         if bias:
-            out = out + bias[0]
+            out = out + bias[0].to(out.dtype)  # autocast, which casts a Linear's bias
         if stream.length is None:
             # called outside the stack: whole in, whole out
             return join(out, dim, partial.size(dim), state.transition)
