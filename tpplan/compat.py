@@ -126,7 +126,7 @@ def run_when_ready(node: Any) -> None:
 
 @contextlib.contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """A process group of ``size`` ranks in which nothing is sent, and its 1-D mesh named "tp".
+    """A process group of ``size`` ranks in which nothing is sent, and its 1-D mesh.
 
     A live process group is set aside for the duration and put back afterwards, so that a dry run
     can be asked for in the middle of a real run.
@@ -145,7 +145,8 @@ def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         try:
-            yield init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+            # DTensor's caches go by mesh equality: a name no real mesh has keeps them apart
+            yield init_device_mesh("cpu", (size,), mesh_dim_names=("dry run",))
         finally:
             dist.destroy_process_group()
     finally:
