@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         lambda: Packed(),
         {"tpplan": 1, "rules": {"qkv": "colwise", "out": "rowwise"}},
         2,
-        "its output is cut into parts (split)",
+        "its columns are cut into parts (split)",
     ),
     "sequence_parallel over the sequence": (
         lambda: OverTheSequence(),

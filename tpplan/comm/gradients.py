@@ -73,6 +73,11 @@ class _Localize(torch.autograd.Function):
             total = coalesced_sum([grads[i] for i in due], ctx.group, ctx.site)  # type: ignore[misc]
             for i, grad in zip(due, total, strict=True):
                 local[i] = grad
+        for i, own in enumerate(local):
+            # autograd takes the gradient over as it is, and that of a whole parameter may be the
+            # gradient of another one as well (x + a + b)
+            if own is not None and not ctx.summed[i] and ctx.specs[i].placements[0].is_replicate():
+                local[i] = own.clone()
         wrapped = (
             None if g is None else compat.dtensor(g, spec)
             for g, spec in zip(local, ctx.specs, strict=True)

@@ -29,6 +29,8 @@ class Stream:
         sequence_parallel: whether the stream is sharded at all.
         dim: the sequence dimension.
         length: the global sequence length while an element of the stack runs, else None.
+        shared: what boundaries that share an input have made of it, while a forward runs.
+        whole_results: whether the user is given full tensors only, no sharded logits.
     """
 
     def __init__(self, mesh: DeviceMesh, sequence_parallel: bool, dim: int) -> None:
@@ -37,6 +39,8 @@ class Stream:
         self.sequence_parallel = sequence_parallel
         self.dim = dim
         self.length: int | None = None
+        self.shared: dict[Any, tuple[Any, ...]] = {}
+        self.whole_results = True
         self._depth = 0
         self._specs: dict[tuple[Any, ...], compat.DTensorSpec] = {}
 
@@ -56,6 +60,8 @@ class Stream:
             yield
         finally:
             self._depth -= 1
+            if self._depth == 0:
+                self.shared.clear()
 
     def is_sharded(self, x: object) -> bool:
         """Whether ``x`` is the stream in its global form."""
@@ -88,7 +94,7 @@ class Stream:
         x: DTensor = _ToGlobal.apply(local, self, length, dim)  # type: ignore[no-untyped-call]
         if dim == self.dim:
             # the next element of the stack takes the chunk from here and skips both conversions
-            x._tpplan_chunk = (local, _version(x))  # type: ignore[attr-defined]
+            x._tpplan_chunk = (local, version_of(x))  # type: ignore[attr-defined]
         return x
 
     def whole(self, x: DTensor, transition: Transition) -> torch.Tensor:
@@ -123,14 +129,15 @@ def _chunk_of(x: DTensor) -> torch.Tensor | None:
     FSDP2 among them), and where it entered the graph by itself (reentrant checkpointing).
     """
     kept = getattr(x, "_tpplan_chunk", None)
-    if kept is None or kept[1] != _version(x) or kept[0].requires_grad is not x.requires_grad:
+    if kept is None or kept[1] != version_of(x) or kept[0].requires_grad is not x.requires_grad:
         return None
     if x._backward_hooks or x.retains_grad:
         return None
     return kept[0]  # type: ignore[no-any-return]
 
 
-def _version(x: torch.Tensor) -> int:
+def version_of(x: torch.Tensor) -> int:
+    """How often ``x`` was changed in place; inference tensors do not say."""
     return 0 if x.is_inference() else x._version
 
 

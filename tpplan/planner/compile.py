@@ -206,17 +206,29 @@ class _Compiler:
         }
         self.boundaries = infer.find_boundaries(self.trace, self.styles, heads)
         self.elements = infer.find_elements(self.trace, self.styles, self.plan.layers)
-        self.geometry = infer.find_heads(self.trace, self.styles, self.model)
-        self.flow = follow(self.trace, self.styles, self.boundaries, self.elements)
+        self.columns = infer.follow_columns(self.trace, self.styles)
+        self.geometry = self.columns.heads
+        self.probed = probe_modules(self.model, self.styles, self.trace)
+        self.flow = follow(
+            self.trace,
+            self.styles,
+            self.boundaries,
+            self.elements,
+            {path for path, finding in self.probed.items() if not finding.mixes},
+            self.plan.sequence_dim,
+        )
         self.check_stack()
         self.check_flow(self.flow)
         self.check_heads()
         self.attributes = attention.per_rank_attributes(
             self.model, self.matches.modules, self.geometry, self.tp, self.wrong
         )
-        self.probed = probe_modules(self.model, self.styles, self.trace)
         if self.sequence_parallel:
-            mixing = [path for path, finding in self.probed.items() if finding.mixes]
+            mixing = [
+                path
+                for path, finding in self.probed.items()
+                if finding.mixes and self.styles[path] == "sequence_parallel"
+            ]
             message = "sequence_parallel: its result at one position depends on other positions"
             self.complain_by_rule(dict.fromkeys(mixing, message))
 
@@ -265,14 +277,38 @@ class _Compiler:
         if torn:
             message = "is used both inside and outside a sharded region: its gradient is ambiguous"
             self.complain(None, torn, message)
-        cuts = infer.find_cuts(self.trace, self.styles)
         self.complain_by_rule(
-            {
-                path: f"colwise: its output is cut into parts ({op}); packed layers are not "
-                "supported by this version"
-                for path, op in cuts.items()
-            }
+            {path: f"colwise: {how}" for path, how in self.columns.misused.items()},
+            "packed layers, and sums over sharded columns, are not supported by this version",
         )
+        for path, maker in flow.torn.items():
+            self.complain_mixture(path, maker, "sharded activations", "colwise")
+        if self.sequence_parallel:
+            self.check_stream(flow)
+
+    def complain_mixture(self, path: str, maker: str, what: str, style: str) -> None:
+        source = f" from {fold([maker])}" if maker else ""
+        message = f"combines {what} with a whole tensor{source}, whose gradient would be a part"
+        hint = f"give the module that makes that tensor the style {style}"
+        self.complain(self.matches.modules.get(maker), [path], message, hint)
+
+    def check_stream(self, flow: Flow) -> None:
+        """What must hold where each rank has a part of the sequence."""
+        for path, maker in flow.torn_stream.items():
+            self.complain_mixture(path, maker, "the sequence-sharded stream", "sequence_parallel")
+        off = "turn sequence_parallel off"
+        for path, op in flow.along.items():
+            message = f"'{op}' on the sequence-sharded stream is not known to keep positions apart"
+            hint = f"give the module the style sequence_parallel if it does, or {off}"
+            self.complain(self.matches.modules.get(path), [path], message, hint)
+        for paths, message in (
+            (flow.escaping, "gives out more of the sequence-sharded stream than the stream itself"),
+            (flow.foreign, "is given a tensor that is not of the sequence-sharded stream"),
+            (flow.flattened, "row-parallel output that does not have the stream's shape"),
+        ):
+            if paths:
+                message += ", which this version does not support"
+                self.complain(self.matches.modules.get(paths[0]), paths, message, off)
 
     def torn(self, name: str) -> bool:
         """Whether a replicated parameter's gradient is a part here and the whole there."""

@@ -49,13 +49,13 @@ class Boundary:
     """Where the stream enters a sharded region: gathered under SP, copied (f) without.
 
     Attributes:
-        argument: the argument of the module that enters.
+        arguments: those of the module that are the tensor that enters; usually one.
         consumers: the column-parallel modules it serves.
         shared: all modules, in order of execution, that enter with this same tensor object and
             share one collective; just the module itself where nothing is shared.
     """
 
-    argument: Argument
+    arguments: tuple[Argument, ...]
     consumers: tuple[str, ...]
     shared: tuple[str, ...]
 

@@ -8,10 +8,11 @@ a part of the work, so its gradient must be summed over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from tpplan.planner.compiled import Boundary, Element
+from tpplan.planner.infer import KEEPING, VIEWS
 from tpplan.planner.trace import Call, Op, Trace
 
 
@@ -26,6 +27,12 @@ class Flow:
         unreduced: elements, or the model (""), that sharded activations leave.
         mixed: outside the elements, modules (by path) that combine the stream with a whole
             tensor, and the path of the module that made that tensor.
+        torn: modules that combine sharded activations with whole ones that gradients flow
+            through, and the module those came from; and torn_stream, the same for the stream.
+        along: modules in an element that combine positions of the stream, and the op.
+        escaping: elements that give out more than the stream itself.
+        foreign: boundaries in an element that are given something else than the stream.
+        flattened: row-parallel layers whose output is not of the stream's shape.
     """
 
     in_region: set[str] = field(default_factory=set)
@@ -35,6 +42,12 @@ class Flow:
     twice: list[str] = field(default_factory=list)
     unreduced: list[str] = field(default_factory=list)
     mixed: dict[str, str] = field(default_factory=dict)
+    torn: dict[str, str] = field(default_factory=dict)
+    torn_stream: dict[str, str] = field(default_factory=dict)
+    along: dict[str, str] = field(default_factory=dict)
+    escaping: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    flattened: list[str] = field(default_factory=list)
 
 
 class _Walk:
@@ -44,9 +57,12 @@ class _Walk:
         styles: Mapping[str, str],
         boundaries: Mapping[str, Boundary],
         elements: Mapping[str, Element],
+        local: Set[str],
+        dim: int,
     ) -> None:
         self.trace, self.styles = trace, styles
         self.boundaries, self.elements = boundaries, elements
+        self.local, self.dim = local, dim
         self.flow = Flow()
         self.region: set[int] = set()
         self.stream: set[int] = set()
@@ -54,14 +70,22 @@ class _Walk:
             number: frozenset([name]) for number, name in trace.parameters.items()
         }
         self.maker: dict[int, str] = {}
+        self.trained: set[int] = set()
         self.entry = {
-            call.index: self._argument(call, boundaries[call.path].argument.name)
+            call.index: self._argument(call, boundaries[call.path].arguments[0].name)
             for call in trace.calls
             if call.path in boundaries
         }
 
     def _argument(self, call: Call, name: str) -> int | None:
-        return next((n for n, a in call.arguments.items() if a.name == name), None)
+        for number, arguments in call.arguments.items():
+            if any(a.name == name for a in arguments):
+                return number
+        return None
+
+    def _element_of(self, call: Call) -> Call | None:
+        around = self.trace.ancestors(call.index)
+        return next((c for c in around if c.path in self.elements), None)
 
     def run(self) -> Flow:
         starts: dict[int, list[Call]] = {}
@@ -88,10 +112,22 @@ class _Walk:
             self.flow.unsharded.append(call.path)
         if style == "colwise" and given in self.region:
             self.flow.twice.append(call.path)
+        around = self._element_of(call)
+        if around is not None and style == "rowwise" and given is not None:
+            stream = self._argument(around, self.elements[around.path].argument.name)
+            if stream is None or not self._same_rows(given, stream):
+                self.flow.flattened.append(call.path)
+        if around is not None and call.index in self.entry:
+            entry = self.entry[call.index]
+            if entry not in self.stream and entry not in self.region:
+                self.flow.foreign.append(call.path)
         if call.path in self.elements:
             number = self._argument(call, self.elements[call.path].argument.name)
             if number is not None:
                 self.stream.add(number)
+
+    def _same_rows(self, number: int, other: int) -> bool:
+        return self.trace.shapes[number][:-1] == self.trace.shapes[other][:-1]
 
     def leave(self, call: Call) -> None:
         style = self.styles.get(call.path)
@@ -108,6 +144,8 @@ class _Walk:
             if call.outputs[0] in self.region:
                 self.flow.unreduced.append(call.path)
             self.stream.add(call.outputs[0])
+            if any(n in self.stream and n in self.trace.floating for n in call.outputs[1:]):
+                self.flow.escaping.append(call.path)
         if call.parent is None and call.outputs and call.outputs[0] in self.region:
             self.flow.unreduced.append("")
         for number in call.outputs:
@@ -127,14 +165,40 @@ class _Walk:
         if weights:
             met = self.flow.in_region if region else self.flow.on_stream if stream else None
             (self.flow.elsewhere if met is None else met).update(weights)
+        whole = [
+            n
+            for n in data
+            if n in self.trained and n not in self.region and n not in entries
+            if region or n not in self.stream
+        ]
         if region:
             self.region.update(op.outputs)
+            if whole:
+                self.flow.torn.setdefault(around[0].path, self.maker.get(whole[0], ""))
         elif stream:
             self.stream.update(op.outputs)
-            self.note_mixture(op, data, around)
+            if any(c.path in self.elements for c in around):
+                self.note_positions(op, around)
+                if whole:
+                    self.flow.torn_stream.setdefault(around[0].path, self.maker.get(whole[0], ""))
+            else:
+                self.note_mixture(op, data, around)
+        if weights or any(n in self.trained for n in data):
+            self.trained.update(op.outputs)
+
+    def note_positions(self, op: Op, around: list[Call]) -> None:
+        """An op on the stream in an element must act on each position by itself."""
+        if any(c.path in self.local or c.path in self.boundaries for c in around):
+            return
+        name = op.name.removeprefix("aten.").split(".")[0]
+        streams = [n for n in op.inputs if n in self.stream]
+        rows = {self.trace.shapes[n][: self.dim + 1] for n in streams}
+        kept = {self.trace.shapes[n][: self.dim + 1] for n in op.outputs} == rows
+        if not kept or not (op.pointwise or name in KEEPING or name in VIEWS):
+            self.flow.along.setdefault(around[0].path, name)
 
     def note_mixture(self, op: Op, data: list[int], around: list[Call]) -> None:
-        if any(c.path in self.elements or c.path in self.styles for c in around):
+        if any(c.path in self.styles for c in around):
             return
         for number in data:
             whole = number in self.trace.floating and number not in self.stream
@@ -147,6 +211,13 @@ def follow(
     styles: Mapping[str, str],
     boundaries: Mapping[str, Boundary],
     elements: Mapping[str, Element],
+    local: Set[str],
+    dim: int,
 ) -> Flow:
-    """Follow every tensor of ``trace`` through the sharded regions and the stream."""
-    return _Walk(trace, styles, boundaries, elements).run()
+    """Follow every tensor of ``trace`` through the sharded regions and the stream.
+
+    Args:
+        local: modules that were found to work on each position by itself.
+        dim: the sequence dimension.
+    """
+    return _Walk(trace, styles, boundaries, elements, local, dim).run()

@@ -7,22 +7,22 @@ of the layer stack are, how many heads a projection has.
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from torch import nn
+from dataclasses import dataclass
 
 from tpplan.language import Diagnostic, Pattern, PlanError
 from tpplan.planner.compiled import Argument, Boundary, Element
 from tpplan.planner.trace import Call, Trace
 
-_VIEWS = ("aten.view", "aten._unsafe_view", "aten.reshape", "aten.unflatten")
+VIEWS = frozenset({"view", "_unsafe_view", "reshape", "unflatten", "unsqueeze", "squeeze"})
+KEEPING = frozenset({"clone", "alias", "detach", "_to_copy", "contiguous", "lift_fresh"})
+_CUTS = frozenset(
+    {"split", "split_with_sizes", "chunk", "slice", "select", "unbind", "narrow", "glu"}
+)
 
 
-def stream_input(trace: Trace, call: Call) -> tuple[int, Argument] | None:
+def stream_input(trace: Trace, call: Call) -> int | None:
     """The first floating tensor a module was given."""
-    for number, argument in call.arguments.items():
-        if number in trace.floating:
-            return number, argument
-    return None
+    return next((number for number in call.arguments if number in trace.floating), None)
 
 
 def find_boundaries(
@@ -50,21 +50,20 @@ def find_boundaries(
                     return False
         return True
 
-    entries: dict[str, tuple[int, Argument, list[str]]] = {}
+    entries: dict[str, tuple[int, tuple[Argument, ...], list[str]]] = {}
     for call in trace.calls:
         if styles.get(call.path) != "colwise" and call.path not in heads:
             continue
-        entry = stream_input(trace, call)
-        if entry is None:
+        given = stream_input(trace, call)
+        if given is None:
             continue
-        number, argument = entry
-        path = call.path
+        number, path, arguments = given, call.path, call.arguments[given]
         if call.path not in heads:
             for outer in trace.ancestors(call.parent):
                 if number not in outer.arguments or not only_columns(number, outer):
                     break
-                path, argument = outer.path, outer.arguments[number]
-        consumers = entries.setdefault(path, (number, argument, []))[2]
+                path, arguments = outer.path, outer.arguments[number]
+        consumers = entries.setdefault(path, (number, arguments, []))[2]
         if call.path not in consumers:
             consumers.append(call.path)
 
@@ -72,8 +71,8 @@ def find_boundaries(
     for path, (number, _, _) in entries.items():
         together.setdefault(number, []).append(path)
     return {
-        path: Boundary(argument, tuple(consumers), tuple(together[number]))
-        for path, (number, argument, consumers) in entries.items()
+        path: Boundary(arguments, tuple(consumers), tuple(together[number]))
+        for path, (number, arguments, consumers) in entries.items()
     }
 
 
@@ -112,55 +111,73 @@ def _stream_of(trace: Trace, call: Call) -> Argument | None:
     if not call.outputs:
         return None
     shape = trace.shapes[call.outputs[0]]
-    for number, argument in call.arguments.items():
+    for number, arguments in call.arguments.items():
         if number in trace.floating and trace.shapes[number] == shape:
-            return argument
+            return arguments[0]
     return None
 
 
-def find_heads(
-    trace: Trace, styles: Mapping[str, str], model: nn.Module
-) -> dict[str, tuple[int, int]]:
-    """Heads and width of a head, for each column-parallel layer whose output is viewed by heads."""
-    flat = _column_outputs(trace, styles)
-    found: dict[str, tuple[int, int]] = {}
-    for op in trace.ops:
-        source = next((flat[i] for i in op.inputs if i in flat), None)
-        if source is None or not op.outputs or not op.name.startswith(_VIEWS):
-            continue
-        width = int(model.get_submodule(source).out_features)  # type: ignore[arg-type]
-        shape = trace.shapes[op.outputs[0]]
-        if shape and shape[-1] == width:
-            flat[op.outputs[0]] = source
-            continue
-        count, product = 0, 1
-        while product < width and count < len(shape):
-            count += 1
-            product *= shape[-count]
-        if product == width and count > 1:
-            found.setdefault(source, (shape[-count], width // shape[-count]))
-    return found
+@dataclass(frozen=True)
+class Columns:
+    """What the model does with the columns of its column-parallel layers.
+
+    Attributes:
+        heads: number and width of the heads that a layer's output is viewed as.
+        misused: layers whose columns do more than keep to themselves, and how: such columns
+            cannot be shared out as they are.
+    """
+
+    heads: Mapping[str, tuple[int, int]]
+    misused: Mapping[str, str]
 
 
-def _column_outputs(trace: Trace, styles: Mapping[str, str]) -> dict[int, str]:
-    return {
+def follow_columns(trace: Trace, styles: Mapping[str, str]) -> Columns:
+    """Follow the columns until they are heads, or enter the row-parallel layer.
+
+    Only what acts on each column by itself is let through: a cut, a norm or a softmax over them
+    would run on a part of them and compute something else.
+    """
+    flat = {
         c.outputs[0]: c.path for c in trace.calls if styles.get(c.path) == "colwise" and c.outputs
     }
-
-
-def find_cuts(trace: Trace, styles: Mapping[str, str]) -> dict[str, str]:
-    """Column-parallel layers whose output is cut along its features: path -> the op that cuts."""
-    cuts = ("aten.split", "aten.chunk", "aten.slice", "aten.select", "aten.unbind", "aten.narrow")
-    flat = _column_outputs(trace, styles)
-    found: dict[str, str] = {}
+    split: dict[int, str] = {}
+    heads: dict[str, tuple[int, int]] = {}
+    misused: dict[str, str] = {}
     for op in trace.ops:
-        if op.name.startswith(cuts):
-            for number in op.inputs:
-                if number in flat and any(
-                    trace.shapes[o][-1:] != trace.shapes[number][-1:] for o in op.outputs
-                ):
-                    found[flat[number]] = op.name.removeprefix("aten.").split(".")[0]
-    return found
+        if styles.get(trace.calls[op.call].path) in ("colwise", "rowwise", "vocab"):
+            continue
+        name = op.name.removeprefix("aten.").split(".")[0]
+        for number in op.inputs:
+            if number in split and name in _CUTS:
+                count = trace.shapes[number][-2]
+                if any(trace.shapes[out][-2:-1] != (count,) for out in op.outputs):
+                    misused.setdefault(split[number], f"its heads are cut into parts ({name})")
+            if number not in flat:
+                continue
+            path, width = flat[number], trace.shapes[number][-1]
+            same = [out for out in op.outputs if trace.shapes[out][-1:] == (width,)]
+            if op.pointwise or name in KEEPING or (name in VIEWS and same):
+                flat.update(dict.fromkeys(same, path))
+                continue
+            shape = _heads_of(trace.shapes[op.outputs[0]], width) if name in VIEWS else ()
+            if len(shape) == 2:
+                split[op.outputs[0]] = path
+                heads.setdefault(path, (shape[0], shape[1]))
+            elif shape:
+                misused.setdefault(path, f"its output is viewed as {shape}: it is packed")
+            else:
+                what = "cut into parts" if name in _CUTS else "combined with each other"
+                misused.setdefault(path, f"its columns are {what} ({name})")
+    return Columns(heads, misused)
+
+
+def _heads_of(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """The last dimensions of ``shape`` that ``width`` columns were split into."""
+    count, product = 0, 1
+    while product < width and count < len(shape):
+        count += 1
+        product *= shape[-count]
+    return shape[-count:] if product == width and count > 1 else ()
 
 
 def require_called(trace: Trace, styles: Mapping[str, str]) -> None:

@@ -34,7 +34,7 @@ class Finding:
 
 
 def probe_modules(model: nn.Module, styles: Mapping[str, str], trace: Trace) -> dict[str, Finding]:
-    """Probe the modules under ``sequence_parallel``; each distinct kind of module once.
+    """Probe the modules under ``sequence_parallel`` and ``replicate``; each distinct kind once.
 
     Modules that take more than the stream, or something other than activations, are left out:
     they are taken at the plan's word.
@@ -43,13 +43,13 @@ def probe_modules(model: nn.Module, styles: Mapping[str, str], trace: Trace) -> 
     found = {}
     for path, style in styles.items():
         call = next((c for c in trace.calls if c.path == path), None)
-        if style != "sequence_parallel" or call is None or len(call.arguments) != 1:
+        if style not in ("sequence_parallel", "replicate") or call is None:
             continue
-        entry = stream_input(trace, call)
-        if entry is None:
+        number = stream_input(trace, call)
+        if number is None or len(call.arguments) != 1:
             continue
         module = model.get_submodule(path)
-        width = trace.shapes[entry[0]][-1]
+        width = trace.shapes[number][-1]
         shapes = tuple(tuple(p.shape) for p in module.parameters())
         key = (type(module), repr(module), shapes, width)
         if key not in known:
@@ -70,7 +70,11 @@ def _probe(module: nn.Module, width: int) -> Finding:
     twin = copy.deepcopy(module, memo).eval()
     x = random(1, _ROWS, width)
     with torch.no_grad():
-        whole = twin(x)
+        try:
+            whole = twin(x)
+        except (RuntimeError, ValueError, IndexError):
+            # a replicated module of the sharded region may want its heads in a dimension of theirs
+            return Finding(True, None)
         if not isinstance(whole, torch.Tensor):
             return Finding(False, None)
         rows = torch.cat([twin(x[:, i : i + 1]) for i in range(_ROWS)], dim=1)

@@ -30,11 +30,16 @@ def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
                     memo[id(tensor)] = _fake(tensor)
         try:
-            return copy.deepcopy(model, memo)
+            shadow = copy.deepcopy(model, memo)
         except Exception as error:
             message = f"cannot copy the structure of {type(model).__name__}: {error}"
             hint = "a model must survive copy.deepcopy to be examined without being touched"
             raise PlanError([Diagnostic(message, hint=hint)]) from error
+    for module in shadow.modules():
+        # the user's hooks are for the user's runs
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.clear()
+    return shadow
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:

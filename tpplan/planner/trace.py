@@ -21,17 +21,16 @@ class Call:
     """One call of a module: its place among the calls, what it got and what it gave.
 
     Tensors are numbered in the order they were first seen; two mentions of one number are one
-    tensor object. ``parent`` is the index of the enclosing call; ``end`` is one past the last
-    call made within this one.
+    tensor object, which a module may have been given under several names. ``parent`` is the index
+    of the enclosing call.
     """
 
     index: int
     path: str
     parent: int | None
-    arguments: Mapping[int, Argument]
+    arguments: Mapping[int, tuple[Argument, ...]]
     outputs: tuple[int, ...] = ()
     output_is_tuple: bool = False
-    end: int = 0
     first_op: int = 0
     last_op: int = 0
 
@@ -45,6 +44,7 @@ class Op:
     outputs: tuple[int, ...]
     call: int
     random: bool
+    pointwise: bool
 
 
 @dataclass
@@ -56,11 +56,6 @@ class Trace:
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     floating: set[int] = field(default_factory=set)
     parameters: dict[int, str] = field(default_factory=dict)
-    inputs: tuple[int, ...] = ()
-
-    def calls_of(self, path: str) -> list[Call]:
-        """The calls of the module at ``path``."""
-        return [c for c in self.calls if c.path == path]
 
     def ancestors(self, call: int | None) -> Iterable[Call]:
         """The calls around ``call``, the innermost (itself) first."""
@@ -95,13 +90,15 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self.stack:
+        made = self.numbers(out)
+        if self.stack and made:
             op = Op(
                 str(func),
                 self.numbers((args, kwargs)),
-                self.numbers(out),
+                made,
                 self.stack[-1],
                 _draws(func, args, kwargs or {}),
+                torch.Tag.pointwise in func.tags,
             )
             self.trace.ops.append(op)
         return out
@@ -136,7 +133,6 @@ def record(
     try:
         with mode, torch.no_grad(), recorder:
             fake_args, fake_kwargs = fake_inputs(mode, (args, dict(kwargs)))
-            recorder.trace.inputs = recorder.numbers((fake_args, fake_kwargs))
             shadow(*fake_args, **fake_kwargs)
     finally:
         for handle in handles:
@@ -160,13 +156,15 @@ def _hooks(
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trace = recorder.trace
+        arguments: dict[int, tuple[Argument, ...]] = {}
+        for argument, tensor in _tensors(signature, args, kwargs):
+            number = recorder.number(tensor)
+            arguments[number] = (*arguments.get(number, ()), argument)
         call = Call(
             index=len(trace.calls),
             path=path,
             parent=recorder.stack[-1] if recorder.stack else None,
-            arguments={
-                recorder.number(t): argument for argument, t in _tensors(signature, args, kwargs)
-            },
+            arguments=arguments,
             first_op=len(trace.ops),
         )
         trace.calls.append(call)
@@ -177,7 +175,7 @@ def _hooks(
         call = trace.calls[recorder.stack.pop()]
         call.outputs = recorder.numbers(output)
         call.output_is_tuple = isinstance(output, tuple | list)
-        call.end, call.last_op = len(trace.calls), len(trace.ops)
+        call.last_op = len(trace.ops)
 
     return before, after
 

@@ -38,8 +38,9 @@ def _module(compiled: CompiledPlan, plan: ModulePlan | None, path: str) -> list[
         enters = "all-gathered along the sequence" if compiled.sequence_parallel else "copied in"
         leaves = "reduce-scattered" if compiled.sequence_parallel else "all-reduced"
         consumers = ", ".join(plan.boundary.consumers)
+        names = ", ".join(argument.name for argument in plan.boundary.arguments)
         lines.append(
-            f"inferred: '{plan.boundary.argument.name}' enters the sharded region here, for "
+            f"inferred: '{names}' enters the sharded region here, for "
             f"{consumers}: {enters}, its gradient {leaves}"
         )
         if len(plan.boundary.shared) > 1:

@@ -35,6 +35,9 @@ def apply(
     try:
         if compiled.tp > 1 and mesh is not None:
             stream = Stream(mesh, compiled.sequence_parallel, compiled.plan.sequence_dim)
+            stream.whole_results = all(
+                plan.options.get("output") != "shard" for plan in compiled.modules.values()
+            )
             installed: dict[str, nn.Parameter] = {}
             entries: dict[tuple[str, ...], Entry] = {}
             styles: dict[str, Any] = {

@@ -8,21 +8,19 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.comm import Stream, Transition, copy_in, gather_in
+from tpplan.comm.stream import version_of
 
 
 class Entry:
     """One boundary. Modules that are given the very same tensor share its result.
 
-    The result is kept until the last of them has taken it; at runtime, as at compile time, "the
-    same" means one tensor object.
+    "The same" means one tensor object, unchanged and in the same gradient mode. The result is
+    kept with the stream, until the last of the modules has taken it or the forward is over.
     """
 
     def __init__(self, transition: Transition, members: int) -> None:
         self.transition = transition
         self.members = members
-        self._taken = 0
-        self._given: object = None
-        self._result: torch.Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         twin = Entry(self.transition, self.members)
@@ -33,13 +31,13 @@ class Entry:
         """``x``, whole: gathered where it is a part of the sequence (g), as it is where not (f)."""
         if self.members == 1:
             return self._entered(x, stream)
-        if self._given is not x or self._result is None:
-            self._given, self._result, self._taken = x, self._entered(x, stream), 0
-        result = self._result
-        self._taken += 1
-        if self._taken == self.members:
-            self._given = self._result = None
-        return result
+        state = (version_of(x), torch.is_grad_enabled())
+        given, seen, result, taken = stream.shared.pop(self, (None, None, None, 0))
+        if given is not x or seen != state or result is None:
+            result, taken = self._entered(x, stream), 0
+        if taken + 1 < self.members:
+            stream.shared[self] = (x, state, result, taken + 1)
+        return result  # type: ignore[no-any-return]
 
     def _entered(self, x: torch.Tensor, stream: Stream) -> torch.Tensor:
         if isinstance(x, DTensor):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tpplan.comm import Site, split
 from tpplan.comm.agreement import require_same_inputs
@@ -76,7 +76,8 @@ class Container(Lowered):
         if stream.inside:
             with stream.entered():
                 return super().forward(*args, **kwargs)
-        if kwargs.get("output_attentions"):
+        config = getattr(self, "config", None)
+        if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
             raise ValueError(
                 "output_attentions: each rank computes the attention weights of its own heads "
                 "only; ask the unsharded model for them"
@@ -96,9 +97,10 @@ class Container(Lowered):
 
     def _whole(self, x: DTensor) -> torch.Tensor:
         state = self._tpplan
-        if state.stream.is_sharded(x) and x.dim() > state.stream.dim + 1:
-            return state.stream.whole(x, state.transition)
-        if x.placements[0].is_shard():
+        stream = state.stream
+        if stream.is_sharded(x) and x.dim() > stream.dim + 1:
+            return stream.whole(x, state.transition)
+        if not stream.whole_results and x.placements[0] == Shard(x.dim() - 1):
             return x
         return x.full_tensor()
 
@@ -127,6 +129,15 @@ def _converted(value: Any, convert: Callable[[DTensor], torch.Tensor]) -> Any:
     return value
 
 
+def require_sequence(x: torch.Tensor, dims: int, path: str) -> None:
+    """Refuse a tensor of fewer dimensions than a batch of sequences has."""
+    if x.dim() < dims:
+        raise ValueError(
+            f"{path or 'the model'}: sequence parallelism needs a batch of sequences, not a tensor "
+            f"of shape {tuple(x.shape)}; add the missing dimension, or turn sequence_parallel off"
+        )
+
+
 class Element(Lowered):
     """An element of the layer stack: takes its chunk of the stream, and answers in kind."""
 
@@ -139,6 +150,7 @@ class Element(Lowered):
         x = _taken(plan.argument, args, kwargs)
         if not stream.sequence_parallel or stream.length is not None or x is None:
             return super().forward(*args, **kwargs)
+        require_sequence(x, stream.dim + 2, state.plan.path)
         length = x.size(stream.dim)
         if isinstance(x, DTensor):
             local = stream.to_local(x)
@@ -171,8 +183,16 @@ class Boundary(Lowered):
         state = self._tpplan
         plan, entry = state.plan.boundary, state.entry
         assert plan is not None and entry is not None
-        x = _taken(plan.argument, args, kwargs)
-        args, kwargs = _replaced(plan.argument, entry.enter(x, state.stream), args, kwargs)
+        x = _taken(plan.arguments[0], args, kwargs)
+        entered = entry.enter(x, state.stream)
+        for argument in plan.arguments:
+            if _taken(argument, args, kwargs) is not x:
+                raise RuntimeError(
+                    f"{state.plan.path}: '{argument.name}' is another tensor than "
+                    f"'{plan.arguments[0].name}'; when the plan was compiled they were one"
+                )
+        for argument in plan.arguments:
+            args, kwargs = _replaced(argument, entered, args, kwargs)
         return super().forward(*args, **kwargs)
 
 

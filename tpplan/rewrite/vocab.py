@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tpplan.comm import chunk, join, reduce_out, scatter_out
 from tpplan.rewrite.lowered import Lowered
+from tpplan.rewrite.streams import require_sequence
 
 
 class VocabEmbedding(Lowered):
@@ -23,6 +24,8 @@ class VocabEmbedding(Lowered):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
         stream = state.stream
+        if stream.sequence_parallel:
+            require_sequence(input, stream.dim + 1, state.plan.path)
         (weight,) = self._locals()
         rows = weight.size(0)
         first = chunk(self.num_embeddings, stream.group.size) * stream.group.rank
@@ -34,7 +37,7 @@ class VocabEmbedding(Lowered):
         if padding is not None and not 0 <= padding < rows:
             padding = None
         partial = F.embedding(local, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
-        if not stream.sequence_parallel or input.dim() <= stream.dim:
+        if not stream.sequence_parallel:
             return reduce_out(partial, state.transition)
         out = scatter_out(partial, stream.dim, state.transition)
         if stream.length is not None:
