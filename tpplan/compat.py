@@ -7,6 +7,7 @@ mended here and nowhere else.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "in_backward",
     "local_of",
     "mesh_of",
+    "quiet",
     "run_when_ready",
     "spec_of",
 ]
@@ -101,6 +103,18 @@ def below_autograd() -> contextlib.AbstractContextManager[object]:
     if torch.compiler.is_compiling():
         return contextlib.nullcontext()
     return torch._C._AutoDispatchBelowAutograd()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from logging the traceback of an error on fake tensors that is raised as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def in_backward() -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 import tpplan
 from tests.gpt import GPT
 from tests.models import FAMILIES, hf
+from tests.planner import layers
 from tpplan.planner import CompiledPlan, compile_plan
 
 
@@ -371,3 +372,14 @@ def test_norms_of_other_libraries_are_recognised_by_what_they_compute(family: st
     found = {p.path: p.kernel.kind for p in plan.modules.values() if p.kernel}
     assert found["ln_f"] == "layer_norm"
     assert "drop" not in found
+
+
+def test_a_module_that_stands_in_two_places_has_one_plan() -> None:
+    block = layers.Stream(lambda x: x)
+    model = nn.Sequential(block, block)
+    plan = compiled(
+        model,
+        {"tpplan": 1, "rules": {"[0-9].fc": "colwise", "[0-9].out": "rowwise"}},
+        inputs=torch.zeros(2, 8, layers.WIDTH),
+    )
+    assert {p.path for p in plan.modules.values() if p.rule} == {"0.fc", "0.out"}

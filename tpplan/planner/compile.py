@@ -17,7 +17,7 @@ from tpplan.planner.compiled import CompiledPlan, KernelChoice, ModulePlan, Para
 from tpplan.planner.flow import Flow, follow
 from tpplan.planner.match import Matches, fold, folded, match
 from tpplan.planner.probe import probe_modules
-from tpplan.planner.shadow import as_call, example_inputs, shadow_of
+from tpplan.planner.shadow import call_for, shadow_of
 from tpplan.planner.styles import STYLES, SUPPORTED_OPTIONS
 from tpplan.planner.trace import Trace, record
 
@@ -49,11 +49,6 @@ def compile_plan(
     compiler.examine(inputs)
     compiler.stop_if_wrong()
     return compiler.result()
-
-
-def call_for(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call a model is traced with: what the user gave, or token ids."""
-    return example_inputs(model) if inputs is None else as_call(inputs)
 
 
 class _Compiler:

@@ -21,7 +21,12 @@ class Matches:
 
 def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
     """Match a plan's rules; an exact path beats a pattern, two patterns on one are an error."""
-    modules = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    places: dict[int, str] = {}
+    # a module that stands in several places has one plan, under its first path
+    modules = {
+        path: places.setdefault(id(module), path)
+        for path, module in model.named_modules(remove_duplicate=False)
+    }
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     claims: dict[str, list[Rule]] = {}
     diagnostics: list[Diagnostic] = []
@@ -29,7 +34,7 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
     for rule in plan.rules:
         hits = [p for p in modules if rule.pattern.matches(p)]
         hits = hits or [p for p in parameters if rule.pattern.matches(p)]
-        for path in hits:
+        for path in dict.fromkeys(modules.get(hit, hit) for hit in hits):
             claims.setdefault(path, []).append(rule)
         if hits:
             continue
@@ -37,7 +42,7 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
             unmatched.append(rule.pattern.text)
             continue
         message = f"pattern '{rule.pattern.text}' matches no module of {type(model).__name__}"
-        guess = nearest(rule.pattern, modules + parameters)
+        guess = nearest(rule.pattern, [*modules, *parameters])
         hint = (
             f"did you mean '{guess}'?"
             if guess
@@ -63,11 +68,10 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
                 (("the other pattern", by_text[first].position),),
             )
         )
-    known = set(modules)
     return (
         Matches(
-            {p: r for p, r in chosen.items() if p in known},
-            {p: r for p, r in chosen.items() if p not in known},
+            {p: r for p, r in chosen.items() if p in modules},
+            {p: r for p, r in chosen.items() if p not in modules},
             tuple(unmatched),
         ),
         diagnostics,

@@ -68,8 +68,17 @@ def example_inputs(
     return (torch.zeros(batch, length, width, dtype=dtype),), {}
 
 
-def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a user gave as ``inputs=`` (a mapping, a tuple or one tensor) as (args, kwargs)."""
+def call_for(
+    model: nn.Module, inputs: Any, batch: int = BATCH, length: int = LENGTH
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call a model is run with, as (args, kwargs): what the user gave as ``inputs=``, or ids.
+
+    Args:
+        inputs: a mapping of keyword arguments, a tuple or one tensor; None for token ids of shape
+            (batch, length).
+    """
+    if inputs is None:
+        return example_inputs(model, batch, length)
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, tuple | list):

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from tpplan.compat import FakeTensorMode, fake_world
+from tpplan.compat import FakeTensorMode, fake_world, quiet
 from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.planner import CompiledPlan, compile_plan
-from tpplan.planner.shadow import as_call, example_inputs, shadow_of
+from tpplan.planner.shadow import call_for, shadow_of
 from tpplan.planner.trace import fake_inputs
 from tpplan.report.recorder import Collective, Recorder
 from tpplan.report.report import Report
@@ -44,7 +44,7 @@ def dry_run(
         PlanError: as ``parallelize`` does.
     """
     compiled = compile_plan(model, plan, tp, sequence_parallel, kernels, inputs)
-    call = example_inputs(model, batch, seq) if inputs is None else as_call(inputs)
+    call = call_for(model, inputs, batch, seq)
     collectives = execute(model, compiled, call)
     return Report(type(model).__name__, compiled, batch, seq, tuple(collectives))
 
@@ -61,6 +61,7 @@ def execute(
         mesh = stack.enter_context(fake_world(compiled.tp)) if compiled.tp > 1 else None
         stack.enter_context(mode)
         apply(shadow, compiled, mesh, src_data_rank=None)
+        stack.enter_context(quiet())
         stack.enter_context(recorder)
         try:
             out = shadow(*args, **kwargs)

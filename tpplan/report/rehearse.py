@@ -8,12 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpplan.compat import FakeTensorMode
+from tpplan.compat import FakeTensorMode, quiet
 from tpplan.language import Diagnostic, PlanError
 from tpplan.planner import CompiledPlan
-from tpplan.planner.compile import call_for
 from tpplan.planner.match import fold
-from tpplan.planner.shadow import shadow_of
+from tpplan.planner.shadow import call_for, shadow_of
 from tpplan.planner.trace import fake_inputs
 from tpplan.rewrite import apply
 
@@ -29,7 +28,7 @@ def rehearse(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadow = shadow_of(model, mode).eval()
     args, kwargs = fake_inputs(mode, call_for(model, inputs))
-    with mode:
+    with mode, quiet():
         apply(shadow, compiled, mesh, src_data_rank=None)
         running: list[str] = []
         for path, module in shadow.named_modules():
@@ -40,8 +39,9 @@ def rehearse(
                 shadow(*args, **kwargs)
         except Exception as error:
             path = running[-1] if running else ""
-            plan = compiled.modules.get(path)
-            rule = None if plan is None else plan.rule
+            inside = (p for p in compiled.modules if p == path or p.startswith(f"{path}."))
+            rules = (compiled.modules[p].rule for p in inside)
+            rule = next((rule for rule in rules if rule is not None), None)
             message = f"{fold([path])}: fails on its shard at tp {compiled.tp}: {error}"
             hint = (
                 "a size written in its code may have to become a per-rank value: "

@@ -143,8 +143,3 @@ def _class(roles: tuple[type[Lowered], ...], original: type[nn.Module]) -> type[
     forward.__kwdefaults__ = outermost.__kwdefaults__
     body["forward"] = functools.update_wrapper(forward, original.forward)
     return type(original.__name__, (*roles, original), body)
-
-
-def is_lowered(module: nn.Module) -> bool:
-    """Whether tpplan has rewritten this module."""
-    return isinstance(module, Lowered)

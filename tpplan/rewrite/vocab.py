@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
+from tpplan import compat
 from tpplan.comm import chunk, join, reduce_out, scatter_out
 from tpplan.rewrite.lowered import Lowered
 from tpplan.rewrite.streams import require_sequence
@@ -63,15 +64,15 @@ class VocabHead(Lowered):
         last = logits.dim() - 1
         if state.plan.options.get("output") == "shard":
             shape = (*logits.shape[:-1], self.out_features)
-            strides = [1]
-            for size in reversed(shape[1:]):
-                strides.append(strides[-1] * size)
+            mesh = state.stream.mesh
+            whole = compat.dtensor_spec(mesh, [Shard(last)], shape, logits.dtype).tensor_meta
+            assert whole is not None
             return DTensor.from_local(
                 logits,
-                state.stream.mesh,
+                mesh,
                 [Shard(last)],
                 run_check=False,
-                shape=torch.Size(shape),
-                stride=tuple(reversed(strides)),
+                shape=whole.shape,
+                stride=whole.stride,
             )
         return join(logits, last, self.out_features, state.transition)
