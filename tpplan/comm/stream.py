@@ -92,8 +92,9 @@ class Stream:
                 stride=spec.tensor_meta.stride,  # type: ignore[union-attr]
             )
         x: DTensor = _ToGlobal.apply(local, self, length, dim)  # type: ignore[no-untyped-call]
-        if dim == self.dim:
-            # the next element of the stack takes the chunk from here and skips both conversions
+        if dim == self.dim and local.size(dim) * self.group.size == length:
+            # the next element of the stack takes the chunk from here and skips both conversions;
+            # a padded one would not see what is written into the local tensor of x
             x._tpplan_chunk = (local, version_of(x))  # type: ignore[attr-defined]
         return x
 

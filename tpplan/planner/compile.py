@@ -64,6 +64,11 @@ class _Compiler:
         self.matches, self.wrong = match(plan, model)
         self.styles = {path: rule.style for path, rule in self.matches.modules.items()}
         self.names = _names(model)
+        places: dict[int, str] = {}
+        self.first_path = {
+            path: places.setdefault(id(module), path)
+            for path, module in model.named_modules(remove_duplicate=False)
+        }
 
     def stop_if_wrong(self) -> None:
         if self.wrong:
@@ -171,16 +176,19 @@ class _Compiler:
     def rule_of(self, parameter: str) -> Rule | None:
         """The rule that governs a parameter: its own, or its module's."""
         own = self.matches.parameters.get(parameter)
-        path = parameter.rpartition(".")[0]
-        rule = self.matches.modules.get(path)
+        rule = self.matches.modules.get(self.owner(parameter))
         if own is None and rule is not None and rule.style == "attention":
             return None
         return own or rule
 
     def placement(self, parameter: str) -> Any:
-        path, _, leaf = parameter.rpartition(".")
-        style = self.styles.get(path)
+        style = self.styles.get(self.owner(parameter))
+        leaf = parameter.rpartition(".")[2]
         return Replicate() if style is None else STYLES[style].placement(leaf)
+
+    def owner(self, parameter: str) -> str:
+        """The path of the module that holds a parameter: its first, where it has several."""
+        return self.first_path[parameter.rpartition(".")[0]]
 
     # --- what a trace shows
 
@@ -307,7 +315,7 @@ class _Compiler:
 
     def torn(self, name: str) -> bool:
         """Whether a replicated parameter's gradient is a part here and the whole there."""
-        style = self.styles.get(name.rpartition(".")[0])
+        style = self.styles.get(self.owner(name))
         if style in ("rowwise", "sequence_parallel") or self.tp == 1:
             return False
         if not isinstance(self.placement(name), Replicate):
@@ -365,7 +373,7 @@ class _Compiler:
         """Whether each rank's gradient of a replicated parameter is only a part."""
         if not isinstance(self.placement(name), Replicate):
             return False
-        style = self.styles.get(name.rpartition(".")[0])
+        style = self.styles.get(self.owner(name))
         if style in ("rowwise", "sequence_parallel") and not self._in_region(name, style):
             return self.sequence_parallel
         on_stream = self.sequence_parallel and name in self.flow.on_stream
