@@ -13,6 +13,7 @@ import tpplan
 from tests.gpt import GPT
 from tests.models import FAMILIES, SHARDED_LOGITS, hf
 from tests.ranks import Ranks
+from tpplan.report import Recorder
 
 NONE = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
 
@@ -120,6 +121,18 @@ def test_one_rank_needs_no_collectives() -> None:
     assert report.collectives == ()
     assert report.parameter_counts["total"] == report.parameter_counts["per_rank"]
     assert "No collectives" in str(report)
+
+
+def outside_the_model(mesh: DeviceMesh) -> Any:
+    with Recorder() as recorder, recorder.during("optimizer"):
+        dist.all_reduce(torch.ones(8), group=mesh.get_group())
+    return [(c.phase, c.kind, c.module, c.bytes) for c in recorder.collectives]
+
+
+def test_collectives_of_the_users_own_are_recorded(ranks: Ranks) -> None:
+    sent = 2 * 8 * 4 // 2  # of two ranks, in a world of four
+    for found in ranks.run(2, outside_the_model):
+        assert found == [("optimizer", "all_reduce", "", sent)]
 
 
 def during_a_run(mesh: DeviceMesh) -> Any:

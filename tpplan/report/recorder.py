@@ -143,6 +143,8 @@ def _group_size(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
     if "group_name" in given:
         group = torch._C._distributed_c10d._resolve_process_group(given["group_name"])
         return group.size()
+    if "process_group" in given:
+        return dist.ProcessGroup.unbox(given["process_group"]).size()
     return dist.get_world_size()
 
 
