@@ -19,6 +19,17 @@ TOLERANCE = 1e-5
 """The largest gradient error, by the metric of `gradient_error`, of a correct float32 sharding."""
 
 
+LLAMA = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+}
+"""The Llama that runs on gloo ranks, small enough for two cores."""
+
+
 def option_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options every benchmark has."""
     parser = argparse.ArgumentParser(description=description)

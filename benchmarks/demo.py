@@ -19,20 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from benchmarks.common import TOLERANCE, gradient_error, on_ranks
+from benchmarks.common import LLAMA, TOLERANCE, gradient_error, on_ranks
 from tpplan.report import Recorder
 
 RANKS, BATCH, SEQUENCE = 2, 2, 128
 MODES = {"TP": False, "TP+SP": True}
 PHASES = ("forward", "backward", "gradient_sync")
-SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 2048,
-}
 
 
 def new_model() -> nn.Module:
@@ -40,14 +32,14 @@ def new_model() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPE)  # type: ignore[arg-type]
+    config = LlamaConfig(**LLAMA)  # type: ignore[arg-type]
     return LlamaForCausalLM(config).train()  # type: ignore[no-any-return]
 
 
 def batch() -> dict[str, Tensor]:
     """Token ids and their labels."""
     torch.manual_seed(1)
-    ids = torch.randint(0, SHAPE["vocab_size"], (BATCH, SEQUENCE))
+    ids = torch.randint(0, LLAMA["vocab_size"], (BATCH, SEQUENCE))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -100,7 +92,7 @@ def main() -> int:
         )
         expected = [_key(c) for c in predicted.collectives]
         measured = results[mode]
-        layers = SHAPE["num_hidden_layers"]
+        layers = LLAMA["num_hidden_layers"]
         console.print(f"LlamaForCausalLM, {layers} layers, {mode}, {RANKS} gloo ranks")
         table = Table("phase", "collective", "measured", "predicted", box=None)
         for phase, kind in sorted({k[:2] for k in [*expected, *measured["collectives"]]}):

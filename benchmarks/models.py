@@ -23,16 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
-CONFIG = {
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 2048,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+from benchmarks.common import LLAMA
+
+CONFIG = {**LLAMA, "max_position_embeddings": 512, "tie_word_embeddings": False}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """From DTensor parameters to the local tensors that computation runs on, and back for gradients.
 
-One autograd function serves a whole group of parameters: one per parameter costs twice as much.
+One autograd function serves a whole group of parameters: one for each of them costs more.
 It takes the parameters themselves, so they stay ordinary members of the graph (hooks, freezing,
 ``autograd.grad``), and runs once every consumer of the group has contributed. That is why the
 gradients of replicated parameters that saw only part of the work can be summed here, all of them

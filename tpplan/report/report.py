@@ -60,7 +60,10 @@ class Report:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, the ``--json`` of the command line; its shape is fixed by ``version``."""
+        """Plain data, the ``--json`` of the command line; its shape is fixed by ``version``.
+
+        The run is a forward and a backward: the phase ``optimizer`` is there, and empty.
+        """
         compiled = self.compiled
         return {
             "version": JSON_VERSION,

@@ -69,11 +69,10 @@ class Lowered(nn.Module):
         return state.own.read(self, state.stream)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # torch swaps a DTensor's contents in place, which it refuses while a graph holds it
+        # what a conversion leaves behind is installed anew, and the old local tensors let go
         own = self._tpplan.own
         before = tuple(self._parameters[name] for name in own.names)
         installed = all(p is q for p, q in zip(before, own.installed, strict=True))
-        own.drop()
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if installed:
             own.adopt(self)

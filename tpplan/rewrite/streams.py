@@ -139,7 +139,11 @@ def require_sequence(x: torch.Tensor, dims: int, path: str) -> None:
 
 
 class Element(Lowered):
-    """An element of the layer stack: takes its chunk of the stream, and answers in kind."""
+    """An element of the layer stack: takes its chunk of the stream, and gives the stream back.
+
+    The stream stays global inside the model, also where a whole tensor began it; a user who calls
+    an element with a whole tensor is answered with one.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
