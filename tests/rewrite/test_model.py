@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,17 @@ from tests.compare import (
 from tests.models import FAMILIES, SHARDED_LOGITS, hf, randomize, sharded, token_ids
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
-from tests.rewrite.calls import labelled
+
+
+def labelled(batch: int, length: int, seed: int) -> Any:
+    """A call for ``step``."""
+    ids = token_ids(batch, length, seed)
+
+    def run(model: Any) -> Mapping[str, torch.Tensor]:
+        out = model(input_ids=ids, labels=ids)
+        return {"logits": out.logits, "loss": out.loss, "objective": out.loss}
+
+    return run
 
 
 def attempt(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -30,7 +30,6 @@ from tests.compare import (
 from tests.models import hf, sharded, token_ids
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
-from tests.rewrite.calls import labelled
 
 STEPS, MICROBATCHES, MAX_NORM = 3, 2, 0.5
 
@@ -38,6 +37,17 @@ STEPS, MICROBATCHES, MAX_NORM = 3, 2, 0.5
 def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """The model's own loss on random ids."""
     return model(input_ids=ids, labels=ids).loss
+
+
+def labelled(batch: int, length: int, seed: int) -> Any:
+    """A call for ``step``."""
+    ids = token_ids(batch, length, seed)
+
+    def run(model: Any) -> Mapping[str, torch.Tensor]:
+        out = model(input_ids=ids, labels=ids)
+        return {"logits": out.logits, "loss": out.loss, "objective": out.loss}
+
+    return run
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter], variant: str) -> torch.optim.Optimizer:
