@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "mesh_of",
     "quiet",
     "run_when_ready",
+    "simulate",
     "spec_of",
 ]
 
@@ -169,3 +171,49 @@ def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
         c10d._update_default_pg(default)
         for group, name in names.items():
             torch._C._distributed_c10d._register_process_group(name, group)
+
+
+def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
+    """``job(mesh)`` on ``size`` ranks that are threads of this process; what each returned.
+
+    Every rank runs the very code a process would, its Python branches included; collectives meet
+    in memory. The first exception of a rank is raised here.
+    """
+    import torch.distributed.distributed_c10d as c10d
+    from torch.testing._internal.distributed.multi_threaded_pg import (
+        ProcessLocalGroup,
+        _install_threaded_pg,
+        _uninstall_threaded_pg,
+    )
+
+    results: list[Any] = [None] * size
+    failures: list[BaseException] = []
+    store = dist.HashStore()
+
+    def run(rank: int) -> None:
+        try:
+            c10d.init_process_group("threaded", rank=rank, world_size=size, store=store)
+            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+            results[rank] = job(mesh)
+        except BaseException as error:
+            failures.append(error)
+            ProcessLocalGroup.exception_handle(error)
+        finally:
+            if c10d.is_initialized():
+                c10d.destroy_process_group()
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _install_threaded_pg()
+    try:
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        ProcessLocalGroup.reset()
+        _uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if failures:
+        raise failures[0]
+    return results

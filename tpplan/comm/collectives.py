@@ -7,6 +7,7 @@ three times as much.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,7 +19,15 @@ from tpplan.compat import below_autograd
 
 _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
-_observer: Callable[[Site], None] | None = None
+
+
+class _Observed(threading.local):
+    """Who is told of the collectives of this thread: simulated ranks are threads."""
+
+    observer: Callable[[Site], None] | None = None
+
+
+_observed = _Observed()
 
 
 @dataclass(frozen=True)
@@ -51,12 +60,11 @@ class Site:
 @contextlib.contextmanager
 def observe(observer: Callable[[Site], None]) -> Iterator[None]:
     """Tell ``observer`` the site of each collective just before it is issued."""
-    global _observer
-    outer, _observer = _observer, observer
+    outer, _observed.observer = _observed.observer, observer
     try:
         yield
     finally:
-        _observer = outer
+        _observed.observer = outer
 
 
 def chunk(length: int, size: int) -> int:
@@ -82,16 +90,16 @@ def local_slice(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor, group: Group, site: Site) -> torch.Tensor:
     """Sum over the ranks."""
-    if _observer is not None:
-        _observer(site)
+    if _observed.observer is not None:
+        _observed.observer(site)
     with below_autograd():
         return _wait(_ops.all_reduce(x, "sum", group.name))  # type: ignore[no-any-return]
 
 
 def all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site) -> torch.Tensor:
     """The whole tensor, ``length`` along ``dim``, from every rank's padded chunk of it."""
-    if _observer is not None:
-        _observer(site)
+    if _observed.observer is not None:
+        _observed.observer(site)
     shape = list(x.shape)
     with below_autograd():
         whole = _wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
@@ -105,8 +113,8 @@ def all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site)
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Group, site: Site) -> torch.Tensor:
     """This rank's padded chunk of the sum over the ranks of a whole tensor."""
-    if _observer is not None:
-        _observer(site)
+    if _observed.observer is not None:
+        _observed.observer(site)
     shape = list(x.shape)
     rows = chunk(shape[dim], group.size)
     x = pad(x, dim, rows * group.size)

@@ -1,0 +1,36 @@
+"""The least number of collectives a plan's sharded regions allow (Shoeybi 2019; Korthikanti 2022).
+
+Every sequential sharded block costs one reduction forward and one backward, a vocab-parallel
+embedding one forward, a vocab-parallel head one backward. Blocks whose outputs the model only
+adds up (parallel attention and MLP) are one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from tpplan.planner import CompiledPlan
+from tpplan.verify.ranks import Reference
+
+
+def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mapping[str, int]]:
+    """Phase -> kind -> the least number, for one forward and backward without a loss."""
+    modules = compiled.modules.values()
+    blocks = sum(1 for m in modules if m.style == "rowwise")
+    vocabs = [m for m in modules if m.style == "vocab"]
+    tables = sum(
+        1 for m in vocabs if isinstance(reference.model.get_submodule(m.path), nn.Embedding)
+    )
+    heads = len(vocabs) - tables
+    logits = {"all_gather": heads}
+    if compiled.sequence_parallel:
+        return {
+            "forward": {"reduce_scatter": blocks + tables, "all_gather": blocks + 2 * heads},
+            "backward": {"reduce_scatter": blocks + heads, "all_gather": blocks + tables},
+        }
+    return {
+        "forward": {"all_reduce": blocks + tables, **logits},
+        "backward": {"all_reduce": blocks + heads},
+    }

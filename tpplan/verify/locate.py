@@ -1,0 +1,126 @@
+"""Which module is the first to diverge, when the sharded model differs from the unsharded one."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from tpplan.comm import chunk
+from tpplan.compat import simulate
+from tpplan.planner import CompiledPlan
+from tpplan.rewrite import apply
+from tpplan.verify.ranks import Reference, backward, gradient_errors, relative, results
+
+_SUSPECT = 1e-4
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first module whose output (in order of execution) or gradient (backwards) differs."""
+
+    module: str
+    what: str
+    error: float
+
+    def describe(self) -> str:
+        """For messages."""
+        return f"{self.what} of {self.module or 'the model'} (by {self.error:.1e})"
+
+
+@dataclass
+class _Seen:
+    """The modules that returned, in order, with the first floating tensor each gave."""
+
+    outputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+
+def first_divergence(reference: Reference, compiled: CompiledPlan) -> Divergence | None:
+    """Run both once more with every module watched; None where nothing comparable differs."""
+    model = copy.deepcopy(reference.model)
+    expected = _watched(model, reference)
+    found = simulate(compiled.tp, lambda mesh: _on_rank(mesh, reference, compiled, expected))
+    return min((f for f in found if f is not None), key=lambda f: f[0], default=(0, None))[1]
+
+
+def _watched(model: nn.Module, reference: Reference) -> list[tuple[str, torch.Tensor]]:
+    seen = _Seen()
+    handles = [
+        module.register_forward_hook(
+            lambda _, __, out, path=path: seen.outputs.append((path, _first(out)))
+        )
+        for path, module in model.named_modules()
+    ]
+    try:
+        backward(results(model, reference.call), reference.seed)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen.outputs
+
+
+def _first(out: Any) -> torch.Tensor:
+    if hasattr(out, "to_tuple"):
+        out = out.to_tuple()
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            if isinstance(leaf, DTensor):
+                return leaf.detach().full_tensor()
+            return leaf.detach().clone()
+    return torch.empty(0)
+
+
+def _on_rank(
+    mesh: DeviceMesh,
+    reference: Reference,
+    compiled: CompiledPlan,
+    expected: list[tuple[str, torch.Tensor]],
+) -> tuple[int, Divergence] | None:
+    model = copy.deepcopy(reference.model)
+    model.zero_grad(set_to_none=True)
+    apply(model, compiled, mesh, src_data_rank=None)
+    got = _watched(model, reference)
+    for index, ((path, theirs), (_, ours)) in enumerate(zip(expected, got, strict=False)):
+        error = _difference(theirs, ours, mesh.get_local_rank(), compiled.tp)
+        if error > _SUSPECT:
+            return index, Divergence(path, "the output", error)
+    errors = gradient_errors(reference, model)
+    last = {path: index for index, (path, _) in enumerate(expected)}
+    wrong = {name: e for name, e in errors.items() if e > reference_tolerance(errors)}
+    if not wrong:
+        return None
+    # backward runs from the end: the first wrong gradient is that of the module called last
+    name = max(wrong, key=lambda n: last.get(n.rpartition(".")[0], -1))
+    leaf = name.rpartition(".")[2]
+    divergence = Divergence(name.rpartition(".")[0], f"the gradient of '{leaf}'", wrong[name])
+    return len(expected), divergence
+
+
+def reference_tolerance(errors: dict[str, float]) -> float:
+    """What counts as wrong: a clear error, or the worst of the small ones."""
+    worst = max(errors.values(), default=0.0)
+    return _SUSPECT if worst > _SUSPECT else worst / 2
+
+
+def _difference(whole: torch.Tensor, ours: torch.Tensor, rank: int, size: int) -> float:
+    """The error of what a rank holds: all of it, or its part along one dimension; 0 if unknown."""
+    if whole.shape == ours.shape:
+        return relative(whole, ours)
+    if whole.dim() != ours.dim():
+        return 0.0
+    dims = [d for d in range(whole.dim()) if whole.size(d) != ours.size(d)]
+    if len(dims) != 1 or ours.size(dims[0]) != chunk(whole.size(dims[0]), size):
+        return 0.0
+    rows = ours.size(dims[0])
+    part = whole.narrow(dims[0], rows * rank, min(rows, max(0, whole.size(dims[0]) - rows * rank)))
+    if not part.numel():
+        return 0.0
+    scale = whole.abs().max().clamp(min=1e-30)
+    error = float((part - ours.narrow(dims[0], 0, part.size(dims[0]))).abs().max() / scale)
+    return error if error == error else float("inf")

@@ -1,0 +1,39 @@
+"""The ranks of ``verify`` as real gloo processes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from tpplan.planner import CompiledPlan
+from tpplan.verify.ranks import Outcome, Reference, run_rank
+
+
+def run_processes(reference: Reference, compiled: CompiledPlan) -> list[Outcome]:
+    """``run_rank`` in one process for each rank; whatever one raises is raised."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save((reference, compiled), os.path.join(folder, "job"))
+        mp.start_processes(_serve, (folder, compiled.tp), nprocs=compiled.tp, start_method="spawn")
+        paths = [os.path.join(folder, f"outcome{rank}") for rank in range(compiled.tp)]
+        return [torch.load(path, weights_only=False) for path in paths]
+
+
+def _serve(rank: int, *job: Any) -> None:
+    folder, size = job
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    try:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+        reference, compiled = torch.load(os.path.join(folder, "job"), weights_only=False)
+        outcome = run_rank(mesh, reference, compiled)
+        torch.save(outcome, os.path.join(folder, f"outcome{rank}"))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,149 @@
+"""What one rank does in ``verify``: run the sharded model and compare with the reference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from tpplan.compat import local_of
+from tpplan.planner import CompiledPlan
+from tpplan.report.recorder import PHASES, Recorder, counts
+from tpplan.rewrite import apply
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The unsharded model, a call, and what it gives: plain data that a process can be sent."""
+
+    model: nn.Module
+    call: _Call
+    seed: int
+    outputs: tuple[torch.Tensor, ...]
+    gradients: Mapping[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank found; see ``Check``."""
+
+    output_error: float
+    gradient_errors: Mapping[str, float]
+    counts: Mapping[str, Mapping[str, int]]
+    bytes_held: int
+
+
+def differentiate(
+    model: nn.Module, call: _Call, seed: int
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | None]]:
+    """One forward and backward: the floating outputs, and the gradient of every parameter.
+
+    The objective weighs every element of every output with its own random number, so that no
+    symmetry of the outputs hides an error.
+    """
+    outputs = results(model, call)
+    backward(outputs, seed)
+    return (
+        tuple(whole(t).detach() for t in outputs),
+        {n: None if p.grad is None else p.grad.detach() for n, p in model.named_parameters()},
+    )
+
+
+def results(model: nn.Module, call: _Call) -> list[torch.Tensor]:
+    """The floating tensors of the model's output that depend on its parameters."""
+    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
+    out = model(*args, **kwargs)
+    if hasattr(out, "to_tuple"):
+        out = out.to_tuple()
+    leaves = tree_flatten(out)[0]
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
+def backward(outputs: list[torch.Tensor], seed: int) -> None:
+    """Differentiate the random-weighted sum of ``outputs``."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    parts = []
+    for t in outputs:
+        weights = torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t.dtype)
+        parts.append((whole(t) * weights).sum())
+    torch.stack(parts).sum().backward()
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a DTensor; others as they are."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def run_rank(mesh: DeviceMesh, reference: Reference, compiled: CompiledPlan) -> Outcome:
+    """One rank: rewrite a copy, run it forward and backward, compare."""
+    model = copy.deepcopy(reference.model)
+    model.zero_grad(set_to_none=True)
+    apply(model, compiled, mesh, src_data_rank=None)
+    recorder = Recorder()
+    with recorder:
+        outputs = results(model, reference.call)
+    with recorder, recorder.during("backward"):
+        backward(outputs, reference.seed)
+    output_error = max(
+        (
+            relative(theirs, whole(ours).detach())
+            for theirs, ours in zip(reference.outputs, outputs, strict=False)
+        ),
+        default=0.0,
+    )
+    if len(outputs) != len(reference.outputs):
+        output_error = float("inf")
+    held = {id(p): local_of(p) if isinstance(p, DTensor) else p for p in model.parameters()}
+    return Outcome(
+        output_error=output_error,
+        gradient_errors=gradient_errors(reference, model),
+        counts={phase: counts(recorder.collectives, phase) for phase in PHASES},
+        bytes_held=sum(t.numel() * t.element_size() for t in held.values()),
+    )
+
+
+def relative(expected: torch.Tensor, got: torch.Tensor) -> float:
+    """max|Δ| / max|expected|; infinite where shapes differ or something is not a number."""
+    if expected.shape != got.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    error = float((expected - got).abs().max() / expected.abs().max().clamp(min=1e-30))
+    return error if error == error else float("inf")
+
+
+def gradient_errors(reference: Reference, model: nn.Module) -> dict[str, float]:
+    """For every parameter, max|Δ| / max(max|g|, 1e-3 of the largest |g| in the model).
+
+    Some true gradients are zero (a key bias without rotary positions), where a plain ratio
+    measures rounding.
+    """
+    expected = reference.gradients
+    got = dict(model.named_parameters())
+    if set(expected) != set(got):
+        lost = sorted(set(expected) ^ set(got))
+        return dict.fromkeys(lost, float("inf"))
+    largest = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)
+    errors = {}
+    for name, gradient in expected.items():
+        ours = got[name].grad
+        if gradient is None or ours is None:
+            errors[name] = 0.0 if gradient is ours else float("inf")
+            continue
+        ours = whole(ours.detach())
+        if ours.shape != gradient.shape:
+            errors[name] = float("inf")
+            continue
+        scale = max(float(gradient.abs().max()), 1e-3 * largest, 1e-30)
+        error = float((gradient - ours).abs().max()) / scale
+        errors[name] = error if error == error else float("inf")
+    return errors

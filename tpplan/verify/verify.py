@@ -1,0 +1,301 @@
+"""``verify``: the sharded model against the unsharded one, forward and every gradient.
+
+The reference is the model itself, on one rank, with weights under which no mistake hides (none
+zero, none one) and its own randomness switched off. The ranks are threads of this process, or
+real gloo processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.compat import simulate
+from tpplan.language import Diagnostic, Plan, PlanError, Rule
+from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.planner.shadow import call_for
+from tpplan.report.recorder import PHASES
+from tpplan.verify.floor import floor_of
+from tpplan.verify.locate import Divergence, first_divergence
+from tpplan.verify.processes import run_processes
+from tpplan.verify.ranks import Outcome, Reference, differentiate, run_rank
+
+BATCH, LENGTH = 2, 13  # a length that no tp divides
+
+
+class VerificationError(AssertionError):
+    """The sharded model computes something else than the unsharded one.
+
+    Attributes:
+        divergence: the first module whose output or gradient differs, where it was found.
+    """
+
+    def __init__(self, message: str, divergence: Divergence | None = None) -> None:
+        super().__init__(message)
+        self.divergence = divergence
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was found in one mode.
+
+    Attributes:
+        output_error: max|Δ| / max|reference| over all outputs.
+        gradient_error: the worst over all parameters of
+            max|Δ| / max(max|g|, 1e-3 of the largest |g| in the model); of ``worst_parameter``.
+        counts, floor: collectives, phase -> kind -> number; measured, and the least possible.
+        rank_share: the largest share of the parameters' bytes that one rank holds.
+    """
+
+    sequence_parallel: bool
+    output_error: float
+    gradient_error: float
+    worst_parameter: str
+    counts: Mapping[str, Mapping[str, int]]
+    floor: Mapping[str, Mapping[str, int]]
+    rank_share: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A plan that was verified; the errors are the worst of the modes that were run."""
+
+    model: str
+    plan: str
+    tp: int
+    checks: tuple[Check, ...]
+    note: str | None = None
+
+    @property
+    def output_error(self) -> float:
+        """The worst over the modes."""
+        return max(check.output_error for check in self.checks)
+
+    @property
+    def gradient_error(self) -> float:
+        """The worst over the modes."""
+        return max(check.gradient_error for check in self.checks)
+
+    @property
+    def counts(self) -> Mapping[str, Mapping[str, int]]:
+        """Collectives in the last mode that was run."""
+        return self.checks[-1].counts
+
+    @property
+    def floor(self) -> Mapping[str, Mapping[str, int]]:
+        """The least possible number of collectives in the last mode that was run."""
+        return self.checks[-1].floor
+
+    @property
+    def rank_share(self) -> float:
+        """The largest share of the parameters' bytes that one rank holds."""
+        return max(check.rank_share for check in self.checks)
+
+    @property
+    def seconds(self) -> float:
+        """Of all modes together."""
+        return sum(check.seconds for check in self.checks)
+
+
+def verify(
+    model: nn.Module | Callable[[], nn.Module],
+    plan: Plan,
+    tp: int = 2,
+    *,
+    sequence_parallel: bool | None = None,
+    inputs: Any = None,
+    processes: bool = False,
+    tolerance: float = 1e-5,
+    seed: int = 0,
+    note: str | None = None,
+) -> Verification:
+    """Run ``plan`` on ``tp`` ranks and compare outputs and every gradient.
+
+    Args:
+        model: or a function that makes one; it is not changed.
+        sequence_parallel: one mode only; None for plain TP and, where the plan has it, TP+SP.
+        inputs: a call the model accepts; None for random token ids of shape (2, 13).
+        processes: real gloo processes instead of threads.
+        tolerance: of the errors, see ``Check``; for float32.
+
+    Raises:
+        PlanError: where the plan does not fit the model.
+        VerificationError: naming the first module that diverges.
+    """
+    made = model if isinstance(model, nn.Module) else model()
+    if any(p.is_meta for p in made.parameters()):
+        message = "verify computes: it needs a model with real weights, not one on the meta device"
+        raise PlanError([Diagnostic(message)])
+    reference = reference_of(made, inputs, seed)
+    modes = [False, True] if sequence_parallel is None else [sequence_parallel]
+    if sequence_parallel is None and not plan.sequence_parallel:
+        modes = [False]
+    checks = tuple(_check(reference, plan, tp, mode, processes, tolerance) for mode in modes)
+    return Verification(type(made).__name__, plan.name, tp, checks, note)
+
+
+def reference_of(model: nn.Module, inputs: Any, seed: int) -> Reference:
+    """The unsharded model with its results: outputs, gradients, and the call that gave them."""
+    twin = copy.deepcopy(model).float().cpu().eval()
+    generator = torch.Generator().manual_seed(seed)
+    _unhide(twin, generator)
+    args, kwargs = call_for(twin, inputs, BATCH, LENGTH)
+    if inputs is None:
+        args, kwargs = _random_ids(twin, args, kwargs, generator)
+    call = (args, kwargs)
+    outputs, gradients = differentiate(twin, call, seed)
+    return Reference(twin, call, seed, outputs, gradients)
+
+
+def _unhide(model: nn.Module, generator: torch.Generator) -> None:
+    """Stir every parameter whose values are all alike: zero biases and unit norms hide mistakes."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            flat = parameter.flatten()
+            if not parameter.is_floating_point() or not flat.numel():
+                continue
+            if bool((flat == flat[0]).all()):
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(0.05 * noise.to(parameter.dtype))
+
+
+def _random_ids(
+    model: nn.Module, args: Any, kwargs: Any, generator: torch.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Zeros stand for token ids where nothing was given: random ones instead."""
+    rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+
+    def drawn(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.is_floating_point():
+            return torch.randn(x.shape, generator=generator)
+        vocab = max(rows, default=2)
+        return torch.randint(min(2, vocab - 1), vocab, x.shape, generator=generator)
+
+    return tuple(drawn(x) for x in args), {k: drawn(x) for k, x in kwargs.items()}
+
+
+def _check(
+    reference: Reference,
+    plan: Plan,
+    tp: int,
+    sequence_parallel: bool,
+    processes: bool,
+    tolerance: float,
+) -> Check:
+    start = time.perf_counter()
+    compiled = compile_plan(reference.model, plan, tp, sequence_parallel, inputs=_inputs(reference))
+    try:
+        outcomes = _run(reference, compiled, processes)
+    except Exception as error:
+        raise _failed(reference, compiled, error) from error
+    worst = max(outcomes, key=lambda o: o.output_error)
+    name, gradient_error = max(
+        ((n, e) for o in outcomes for n, e in o.gradient_errors.items()),
+        key=lambda pair: pair[1] if pair[1] == pair[1] else float("inf"),
+        default=("", 0.0),
+    )
+    if not worst.output_error <= tolerance or not gradient_error <= tolerance:
+        raise _diverged(reference, compiled, worst.output_error, name, gradient_error)
+    total = sum(p.numel() * p.element_size() for p in reference.model.parameters())
+    return Check(
+        sequence_parallel=compiled.sequence_parallel,
+        output_error=worst.output_error,
+        gradient_error=gradient_error,
+        worst_parameter=name,
+        counts=outcomes[0].counts,
+        floor=floor_of(reference, compiled),
+        rank_share=max(o.bytes_held for o in outcomes) / max(total, 1),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _inputs(reference: Reference) -> Any:
+    args, kwargs = reference.call
+    return kwargs or args
+
+
+def _run(reference: Reference, compiled: CompiledPlan, processes: bool) -> list[Outcome]:
+    if processes:
+        return run_processes(reference, compiled)
+    return simulate(compiled.tp, lambda mesh: run_rank(mesh, reference, compiled))
+
+
+def _mode(compiled: CompiledPlan) -> str:
+    return f"{'TP+SP' if compiled.sequence_parallel else 'TP'} at tp {compiled.tp}"
+
+
+def _failed(reference: Reference, compiled: CompiledPlan, error: Exception) -> VerificationError:
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    where = f" ({notes})" if notes else ""
+    text = str(error).strip().splitlines() or [""]
+    message = f"{_mode(compiled)}: the sharded model fails{where}: {type(error).__name__}: {text[0]}"
+    return VerificationError(message)
+
+
+def _diverged(
+    reference: Reference,
+    compiled: CompiledPlan,
+    output_error: float,
+    parameter: str,
+    gradient_error: float,
+) -> VerificationError:
+    divergence = first_divergence(reference, compiled)
+    message = (
+        f"{_mode(compiled)}: the sharded model differs from the unsharded one: outputs by "
+        f"{output_error:.1e}, gradients by {gradient_error:.1e} (worst: {parameter or 'none'})"
+    )
+    if divergence is not None:
+        rule = _rule_near(compiled, divergence.module)
+        message += f"\nfirst to diverge: {divergence.describe()}"
+        if rule is not None:
+            message += f"\nlikely rule: {os.path.basename(rule.position.file)}:{rule.position.line}"
+            message += f": {rule.pattern.text}: {rule.style}"
+    return VerificationError(message, divergence)
+
+
+def _rule_near(compiled: CompiledPlan, path: str) -> Rule | None:
+    """The rule on a module, or the first one inside it, or around it."""
+    own = compiled.modules.get(path)
+    if own is not None and own.rule is not None:
+        return own.rule
+    inside = (m.rule for p, m in compiled.modules.items() if p.startswith(f"{path}.") and m.rule)
+    found = next(inside, None)
+    while found is None and path:
+        path = path.rpartition(".")[0]
+        around = compiled.modules.get(path)
+        found = None if around is None else around.rule
+    return found
+
+
+def describe(result: Verification) -> str:
+    """A few lines for the terminal."""
+    lines = [f"{result.model} with {result.plan}, tp {result.tp}"]
+    if result.note:
+        lines.append(result.note)
+    for check in result.checks:
+        mode = "TP+SP" if check.sequence_parallel else "TP   "
+        lines.append(
+            f"{mode}  outputs {check.output_error:.1e}  gradients {check.gradient_error:.1e} "
+            f"(worst: {check.worst_parameter})  {check.rank_share:.0%} of the parameters on a "
+            f"rank  {check.seconds:.1f} s"
+        )
+        for phase in PHASES:
+            counted = {k: n for k, n in check.counts.get(phase, {}).items() if n}
+            least = {k: n for k, n in check.floor.get(phase, {}).items() if n}
+            if counted or least:
+                lines.append(f"       {phase}: {_listed(counted)}; floor {_listed(least)}")
+    return "\n".join(lines)
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "none"
