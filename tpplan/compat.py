@@ -76,12 +76,13 @@ def dtensor_spec(
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
-def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+def dtensor(local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor) -> DTensor:
     """A DTensor around ``local`` outside autograd: for gradients and inside autograd functions.
 
     The constructor cannot be traced by torch.compile, nor differentiated; ``from_local`` can.
     """
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and local.requires_grad):
+    whole = torch.compiler.is_compiling() or (torch.is_grad_enabled() and local.requires_grad)
+    if whole and kind is DTensor:
         assert spec.tensor_meta is not None
         return DTensor.from_local(
             local,
@@ -94,7 +95,7 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     if local.requires_grad:
         local = local.detach()
     # what DTensor.__new__ is: DTensor.__init__ does nothing, for more than half of the time
-    return torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
+    return torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
 
 
 def below_autograd() -> contextlib.AbstractContextManager[object]:

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from tpplan import compat
 from tpplan.comm.collectives import Group, Site, all_reduce
 from tpplan.comm.conjugates import Transition, reduce_out
+from tpplan.comm.rows import RowsTensor
+from tpplan.layout import Rows
 
 
 def localize(
@@ -70,19 +72,54 @@ class _Localize(torch.autograd.Function):
         local = list(grads)
         due = [i for i, g in enumerate(local) if g is not None and ctx.summed[i]]
         if due:
-            total = coalesced_sum([grads[i] for i in due], ctx.group, ctx.site)  # type: ignore[misc]
-            for i, grad in zip(due, total, strict=True):
-                local[i] = grad
+            parts = [_summed_part(grads[i], ctx.specs[i], ctx.group) for i in due]  # type: ignore[arg-type]
+            total = coalesced_sum(parts, ctx.group, ctx.site)
+            for i, part in zip(due, total, strict=True):
+                local[i] = _with_sum(grads[i], part, ctx.specs[i], ctx.group)  # type: ignore[arg-type]
         for i, own in enumerate(local):
             # autograd takes the gradient over as it is, and that of a whole parameter may be the
             # gradient of another one as well (x + a + b)
             if own is not None and not ctx.summed[i] and ctx.specs[i].placements[0].is_replicate():
                 local[i] = own.clone()
         wrapped = (
-            None if g is None else compat.dtensor(g, spec)
+            None if g is None else _wrapped(g, spec)
             for g, spec in zip(local, ctx.specs, strict=True)
         )
         return (None, None, None, *wrapped)
+
+
+def _wrapped(grad: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
+    kind = RowsTensor if isinstance(spec.placements[0], Rows) else DTensor
+    return compat.dtensor(grad, spec, kind)
+
+
+def _summed_part(grad: torch.Tensor, spec: compat.DTensorSpec, group: Group) -> torch.Tensor:
+    """What of a gradient the ranks sum: all of it, or the rows that several of them hold.
+
+    Those lie where the whole parameter has them, with zeros for the rows of other ranks.
+    """
+    rows = spec.placements[0]
+    if not isinstance(rows, Rows):
+        return grad
+    whole = grad.new_zeros(spec.tensor_meta.shape)  # type: ignore[union-attr]
+    rows.put(whole, grad, group.rank)
+    parts = [whole.narrow(rows.dim, start, stop - start) for start, stop in rows.shared()]
+    return torch.cat(parts, rows.dim)
+
+
+def _with_sum(
+    grad: torch.Tensor, total: torch.Tensor, spec: compat.DTensorSpec, group: Group
+) -> torch.Tensor:
+    rows = spec.placements[0]
+    if not isinstance(rows, Rows):
+        return total
+    whole = grad.new_zeros(spec.tensor_meta.shape)  # type: ignore[union-attr]
+    rows.put(whole, grad, group.rank)
+    at = 0
+    for start, stop in rows.shared():
+        whole.narrow(rows.dim, start, stop - start).copy_(total.narrow(rows.dim, at, stop - start))
+        at += stop - start
+    return rows.take(whole, group.rank)
 
 
 def _differentiably(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[DTensor | None]:
@@ -90,6 +127,7 @@ def _differentiably(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[DTen
     wrapped: list[DTensor | None] = []
     for grad, summed, spec in zip(grads, ctx.summed, ctx.specs, strict=True):
         if grad is not None and summed:
-            grad = reduce_out(grad, transition)
-        wrapped.append(None if grad is None else compat.dtensor(grad, spec))
+            part = reduce_out(_summed_part(grad, spec, ctx.group), transition)
+            grad = _with_sum(grad, part, spec, ctx.group)
+        wrapped.append(None if grad is None else _wrapped(grad, spec))
     return wrapped

@@ -245,7 +245,7 @@ class Values:
         before = len(self.problems)
         found: dict[str, object] = {}
         for key, (key_node, value) in entries.items():
-            if not key.isidentifier():
+            if not all(part.isidentifier() for part in key.split(".")):
                 message = f"{quoted(key)} cannot be the name of an attribute or argument"
                 self.report(message, key_node.position)
             found[key] = read(value, f"{what}: {quoted(key)}")

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compat import FakeTensorMode
-from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError, Position, Rule
-from tpplan.planner import attention, infer
-from tpplan.planner.compiled import CompiledPlan, KernelChoice, ModulePlan, ParameterPlan
-from tpplan.planner.flow import Flow, follow
-from tpplan.planner.match import Matches, fold, folded, match
+from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError, Rule
+from tpplan.layout import MisfitError, Rows
+from tpplan.planner import checks, infer
+from tpplan.planner.compiled import (
+    Argument,
+    CompiledPlan,
+    KernelChoice,
+    ModulePlan,
+    ParameterPlan,
+)
+from tpplan.planner.complaints import Complaints
+from tpplan.planner.flow import follow
+from tpplan.planner.geometry import Geometry
+from tpplan.planner.match import match
 from tpplan.planner.probe import probe_modules
+from tpplan.planner.replay import prove
 from tpplan.planner.shadow import call_for, shadow_of
-from tpplan.planner.styles import STYLES, SUPPORTED_OPTIONS
+from tpplan.planner.styles import divisors, placement_in
+from tpplan.planner.together import reduced_together
 from tpplan.planner.trace import Trace, record
 
-UNMENTIONED_SHARE = 0.01
+_PROVABLE_TOKENS = 2**14
 
 
 def compile_plan(
@@ -43,11 +53,10 @@ def compile_plan(
         PlanError: with every problem found.
     """
     compiler = _Compiler(model, plan, tp, sequence_parallel)
-    compiler.check_structure()
-    compiler.check_kernels(kernels)
-    compiler.stop_if_wrong()
+    compiler.check_structure(kernels)
+    compiler.complaints.stop_if_any()
     compiler.examine(inputs)
-    compiler.stop_if_wrong()
+    compiler.complaints.stop_if_any()
     return compiler.result()
 
 
@@ -60,75 +69,37 @@ class _Compiler:
         self.model, self.plan, self.tp = model, plan, tp
         asked = plan.sequence_parallel if sequence_parallel is None else sequence_parallel
         self.sequence_parallel = asked and tp > 1
-        self.matches: Matches
-        self.matches, self.wrong = match(plan, model)
+        self.matches, wrong = match(plan, model)
+        self.complaints = Complaints(plan, self.matches, wrong)
         self.styles = {path: rule.style for path, rule in self.matches.modules.items()}
         self.names = _names(model)
+        self.transposed: set[str] = set()
+        self.layouts: dict[str, Rows] = {}
         places: dict[int, str] = {}
         self.first_path = {
             path: places.setdefault(id(module), path)
             for path, module in model.named_modules(remove_duplicate=False)
         }
 
-    def stop_if_wrong(self) -> None:
-        if self.wrong:
-            raise PlanError(self.wrong)
-
-    def complain(
-        self, rule: Rule | None, paths: Iterable[str], message: str, hint: str | None = None
-    ) -> None:
-        position = self._position_of("rules:") if rule is None else rule.position
-        self.wrong.append(Diagnostic(f"{fold(paths)}: {message}", position, hint))
-
-    def _position_of(self, key: str) -> Position:
-        """Where a top-level key of the plan is: the place for what no rule is to blame for."""
-        for number, line in enumerate(self.plan.text.splitlines(), start=1):
-            if line.startswith(key):
-                return Position(self.plan.path or self.plan.name, number, 1, line, len(key))
-        return self.plan.rules[0].position
-
-    def complain_by_rule(self, found: Mapping[str, str], hint: str | None = None) -> None:
-        """One diagnostic for each rule and message, over all the modules it speaks of."""
-        groups: dict[tuple[str, str], list[str]] = {}
-        for path, message in found.items():
-            rule = self.matches.modules.get(path)
-            groups.setdefault(("" if rule is None else rule.pattern.text, message), []).append(path)
-        for (_, message), paths in groups.items():
-            self.complain(self.matches.modules.get(paths[0]), paths, message, hint)
-
     # --- what can be seen without running anything
 
-    def check_structure(self) -> None:
-        """Styles against modules, ties, parameters that nobody mentions."""
-        refused = {}
-        for path, rule in self.matches.modules.items():
-            module = self.model.get_submodule(path)
-            complaint = STYLES[rule.style].complain(module, self.tp)
-            if complaint is not None:
-                refused[path] = f"{rule.style}: {complaint}"
-            elif "forward" in vars(module):
-                refused[path] = (
-                    "its forward was replaced on the instance, which would hide the plan's"
-                )
-        self.complain_by_rule(refused)
-        for rule in self.plan.rules:
-            extra = sorted(set(rule.options) - SUPPORTED_OPTIONS[rule.style])
-            for option in extra:
-                where = rule.option_positions.get(option, rule.position)
-                message = f"option '{option}' of '{rule.style}' is not supported by this version"
-                self.wrong.append(Diagnostic(message, where))
-        for rule in self.matches.parameters.values():
-            if rule.style != "replicate":
-                message = (
-                    f"a bare parameter can only be 'replicate' in this version, not '{rule.style}'"
-                )
-                self.wrong.append(Diagnostic(message, rule.position))
-        if any(_is_dtensor(p) for p in self.model.parameters()):
-            message = "the model already holds DTensor parameters"
-            hint = "parallelize a model once, and before FSDP"
-            self.wrong.append(Diagnostic(message, hint=hint))
-        self.check_ties()
-        self.check_unmentioned()
+    def check_structure(self, kernels: str | Mapping[str, str] | None) -> None:
+        """Styles against modules, parameters that nobody mentions, kernels."""
+        checks.check_modules(self.model, self.tp, self.complaints)
+        if self.tp > 1:
+            parameters = dict(self.model.named_parameters())
+            mentioned = {
+                names[0]
+                for names in self.names.values()
+                if any(self.rule_of(name) is not None for name in names)
+            }
+            checks.check_unmentioned(parameters, mentioned, self.complaints)
+        wanted = (
+            {"all": kernels}
+            if isinstance(kernels, str)
+            else {**self.plan.kernels, **(kernels or {})}
+        )
+        checks.check_kernels(wanted, self.complaints)
 
     def check_ties(self) -> None:
         for names in self.names.values():
@@ -140,38 +111,7 @@ class _Compiler:
                     f"({', '.join(places)})"
                 )
                 hint = "give both the same style: they are one parameter"
-                self.complain(self.rule_of(first), [first], message, hint)
-
-    def check_unmentioned(self) -> None:
-        if self.tp == 1:
-            return
-        total = sum(p.numel() for p in self.model.parameters())
-        left: dict[str, nn.Parameter] = {}
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for names in self.names.values():
-            if all(self.rule_of(name) is None for name in names):
-                left[names[0]] = parameters[names[0]]
-        large = [name for name, p in left.items() if p.dim() >= 2]
-        hint = "give it a rule; 'replicate' leaves it whole on every rank"
-        for pattern in dict.fromkeys(folded(name) for name in large):
-            members = [name for name in large if folded(name) == pattern]
-            shape = tuple(left[members[0]].shape)
-            self.complain(None, members, f"no rule mentions this parameter of shape {shape}", hint)
-        small = {name: p.numel() for name, p in left.items() if name not in large}
-        if sum(small.values()) > UNMENTIONED_SHARE * total:
-            share = 100 * sum(small.values()) / total
-            message = f"no rule mentions these parameters, together {share:.1f} % of the model"
-            self.complain(None, small, message, hint)
-
-    def check_kernels(self, asked: str | Mapping[str, str] | None) -> None:
-        wanted = (
-            {"all": asked} if isinstance(asked, str) else {**self.plan.kernels, **(asked or {})}
-        )
-        for kind, implementation in wanted.items():
-            if implementation not in ("auto", "torch"):
-                message = f"kernels: {kind}: '{implementation}' is not available in this version"
-                hint = "use 'auto' or 'torch'"
-                self.wrong.append(Diagnostic(message, self._position_of("kernels:"), hint))
+                self.complaints.about(self.rule_of(first), [first], message, hint)
 
     def rule_of(self, parameter: str) -> Rule | None:
         """The rule that governs a parameter: its own, or its module's."""
@@ -181,10 +121,22 @@ class _Compiler:
             return None
         return own or rule
 
-    def placement(self, parameter: str) -> Any:
-        style = self.styles.get(self.owner(parameter))
-        leaf = parameter.rpartition(".")[2]
-        return Replicate() if style is None else STYLES[style].placement(leaf)
+    def placement(self, parameter: str) -> Placement:
+        """Where a parameter goes, by any of its names."""
+        own = self.matches.parameters.get(parameter)
+        if own is not None:
+            return Shard(0) if own.style == "colwise" else Replicate()
+        owner, leaf = self.owner(parameter), parameter.rpartition(".")[2]
+        style = self.styles.get(owner)
+        if style is None:
+            return Replicate()
+        return placement_in(
+            style,
+            leaf,
+            self.model.get_submodule(owner),
+            owner in self.transposed,
+            self.layouts.get(owner),
+        )
 
     def owner(self, parameter: str) -> str:
         """The path of the module that holds a parameter: its first, where it has several."""
@@ -202,30 +154,37 @@ class _Compiler:
         self.draws = {drawing.calls[op.call].path for op in drawing.ops if op.random}
 
         infer.require_called(self.trace, self.styles)
+        self.orient()
         heads = {
             path
             for path, style in self.styles.items()
             if style == "vocab" and isinstance(self.model.get_submodule(path), nn.Linear)
         }
-        self.boundaries = infer.find_boundaries(self.trace, self.styles, heads)
+        gathers = {
+            path: frozenset(rule.options.get("gather") or ())  # type: ignore[call-overload]
+            for path, rule in self.matches.modules.items()
+        }
+        self.boundaries = infer.find_boundaries(self.trace, self.columns, heads, gathers)
         self.elements = infer.find_elements(self.trace, self.styles, self.plan.layers)
-        self.columns = infer.follow_columns(self.trace, self.styles)
-        self.geometry = self.columns.heads
+        self.together = reduced_together(
+            self.trace, self.matches.modules, self.elements, self.complaints
+        )
+        self.lay_out()
+        self.check_ties()
         self.probed = probe_modules(self.model, self.styles, self.trace)
+        self.complaints.stop_if_any()
         self.flow = follow(
             self.trace,
-            self.styles,
+            self.matches.modules,
+            self.columns,
             self.boundaries,
             self.elements,
             {path for path, finding in self.probed.items() if not finding.mixes},
             self.plan.sequence_dim,
         )
         self.check_stack()
-        self.check_flow(self.flow)
-        self.check_heads()
-        self.attributes = attention.per_rank_attributes(
-            self.model, self.matches.modules, self.geometry, self.tp, self.wrong
-        )
+        checks.check_flow(self.flow, self.sequence_parallel, self.complaints)
+        self.check_torn()
         if self.sequence_parallel:
             mixing = [
                 path
@@ -233,7 +192,9 @@ class _Compiler:
                 if finding.mixes and self.styles[path] == "sequence_parallel"
             ]
             message = "sequence_parallel: its result at one position depends on other positions"
-            self.complain_by_rule(dict.fromkeys(mixing, message))
+            self.complaints.by_rule(dict.fromkeys(mixing, message))
+        if not self.complaints.wrong and self.tp > 1:
+            self.check_regions(call)
 
     def run(self, shadow: nn.Module, mode: FakeTensorMode, call: tuple[Any, Any]) -> Trace:
         try:
@@ -245,73 +206,92 @@ class _Compiler:
             hint = "give inputs= with which the model's forward can be called"
             raise PlanError([Diagnostic(message, hint=hint)]) from error
 
+    def orient(self) -> None:
+        """Which sharded layers are projections, and how their weights are stored."""
+        self.columns: set[str] = set()
+        refused = {}
+        for path, rule in self.matches.modules.items():
+            if rule.style not in ("colwise", "rowwise"):
+                continue
+            found = infer.orientation(self.trace, path)
+            stated = rule.options.get("transposed")
+            if found is None:
+                if rule.style == "rowwise" or isinstance(self.model.get_submodule(path), nn.Linear):
+                    refused[path] = f"{rule.style}: it does not just multiply by its weight"
+                continue
+            if stated is not None and stated != (found == "transposed"):
+                is_ = "(in, out)" if found == "transposed" else "(out, in)"
+                refused[path] = f"transposed: its weight is stored {is_}"
+            if found == "transposed":
+                self.transposed.add(path)
+            if rule.style == "colwise":
+                self.columns.add(path)
+        self.complaints.by_rule(refused)
+
+    def lay_out(self) -> None:
+        """Head geometry, the rows of each rank, the per-rank attributes."""
+        seen = infer.head_views(self.trace, self.columns)
+        self.geometry = Geometry(
+            self.model, self.matches.modules, seen, self.transposed, self.complaints.wrong
+        )
+        misfits: dict[str, dict[str, str]] = {}
+        for path, style in self.styles.items():
+            try:
+                if path in self.columns:
+                    rows = self.geometry.rows(path, self.tp)
+                    if rows is not None:
+                        self.layouts[path] = rows
+                elif style == "rowwise":
+                    weight = self.model.get_submodule(path)._parameters["weight"]
+                    assert weight is not None
+                    width = int(weight.shape[0 if path in self.transposed else 1])
+                    if width % self.tp:
+                        fit = divisors(width)
+                        message = f"rowwise: tp {self.tp} does not divide its {width} inputs"
+                        misfits.setdefault(fit, {})[path] = message
+            except MisfitError as error:
+                fit = self.geometry.fitting(path)
+                misfits.setdefault(fit, {})[path] = f"colwise: {error}"
+        for fit, found in misfits.items():
+            self.complaints.by_rule(found, f"tp may be {fit}")
+        self.attributes = self.geometry.attributes(self.tp)
+        self.head_inputs = {
+            path: self.own_heads(path, rule)
+            for path, rule in self.matches.modules.items()
+            if rule.options.get("head_inputs")
+        }
+
+    def own_heads(self, path: str, rule: Rule) -> tuple[tuple[Argument, int], ...]:
+        asked = rule.options["head_inputs"]
+        assert isinstance(asked, Mapping)
+        calls = [c for c in self.trace.calls if c.path == path]
+        given = {a.name: a for c in calls for names in c.arguments.values() for a in names}
+        where = rule.option_positions.get("head_inputs", rule.position)
+        for name in asked:
+            if name not in given:
+                known = f"it was given {', '.join(given)}"
+                self.complaints.say(f"{path}: was given no tensor named '{name}'", where, known)
+        if not self.geometry.groups[path].heads:
+            hint = "state 'heads:' on this rule"
+            self.complaints.say(f"{path}: its number of heads is not known", where, hint)
+        return tuple((given[name], int(dim)) for name, dim in asked.items() if name in given)
+
     def check_stack(self) -> None:
         if self.elements:
             return
         if self.plan.layers is not None:
             message = f"layers: '{self.plan.layers.text}' names no module that was called"
-            self.wrong.append(Diagnostic(message, self.plan.layers_position))
+            self.complaints.say(message, self.plan.layers_position)
         elif self.sequence_parallel and "rowwise" in self.styles.values():
             message = "no layer stack was found for the sequence-sharded stream"
             hint = "name it with 'layers:', or turn sequence_parallel off"
-            self.complain(None, [""], message, hint)
+            self.complaints.about(None, [""], message, hint)
 
-    def check_flow(self, flow: Flow) -> None:
-        self.complain_by_rule(
-            dict.fromkeys(flow.unsharded, "rowwise: its input is whole, not sharded"),
-            "a row-parallel layer takes what column-parallel layers produce",
-        )
-        self.complain_by_rule(
-            dict.fromkeys(flow.twice, "colwise: its input is already sharded"),
-            "make this layer rowwise, or the one before it replicate",
-        )
-        if flow.unreduced and not flow.unsharded:
-            message = "sharded activations leave it: no row-parallel layer reduces them"
-            hint = "end each sharded region with a rowwise layer"
-            self.complain(None, flow.unreduced, message, hint)
-        if self.sequence_parallel:
-            for path, maker in flow.mixed.items():
-                message = "combines the sequence-sharded stream with a whole tensor" + (
-                    f" from {maker}" if maker else ""
-                )
-                hint = "give the module that makes that tensor the style sequence_parallel"
-                self.complain(self.matches.modules.get(maker), [path], message, hint)
+    def check_torn(self) -> None:
         torn = [name for name in self.trace.parameters.values() if self.torn(name)]
         if torn:
             message = "is used both inside and outside a sharded region: its gradient is ambiguous"
-            self.complain(None, torn, message)
-        self.complain_by_rule(
-            {path: f"colwise: {how}" for path, how in self.columns.misused.items()},
-            "packed layers, and sums over sharded columns, are not supported by this version",
-        )
-        for path, maker in flow.torn.items():
-            self.complain_mixture(path, maker, "sharded activations", "colwise")
-        if self.sequence_parallel:
-            self.check_stream(flow)
-
-    def complain_mixture(self, path: str, maker: str, what: str, style: str) -> None:
-        source = f" from {fold([maker])}" if maker else ""
-        message = f"combines {what} with a whole tensor{source}, whose gradient would be a part"
-        hint = f"give the module that makes that tensor the style {style}"
-        self.complain(self.matches.modules.get(maker), [path], message, hint)
-
-    def check_stream(self, flow: Flow) -> None:
-        """What must hold where each rank has a part of the sequence."""
-        for path, maker in flow.torn_stream.items():
-            self.complain_mixture(path, maker, "the sequence-sharded stream", "sequence_parallel")
-        off = "turn sequence_parallel off"
-        for path, op in flow.along.items():
-            message = f"'{op}' on the sequence-sharded stream is not known to keep positions apart"
-            hint = f"give the module the style sequence_parallel if it does, or {off}"
-            self.complain(self.matches.modules.get(path), [path], message, hint)
-        for paths, message in (
-            (flow.escaping, "gives out more of the sequence-sharded stream than the stream itself"),
-            (flow.foreign, "is given a tensor that is not of the sequence-sharded stream"),
-            (flow.flattened, "row-parallel output that does not have the stream's shape"),
-        ):
-            if paths:
-                message += ", which this version does not support"
-                self.complain(self.matches.modules.get(paths[0]), paths, message, off)
+            self.complaints.about(None, torn, message)
 
     def torn(self, name: str) -> bool:
         """Whether a replicated parameter's gradient is a part here and the whole there."""
@@ -325,17 +305,33 @@ class _Compiler:
         (partial if self.sequence_parallel else whole).append(flow.on_stream)
         return any(name in met for met in partial) and any(name in met for met in whole)
 
-    def check_heads(self) -> None:
-        counts = [count for count, _ in self.geometry.values()]
-        fit = _fitting(counts)
-        self.complain_by_rule(
-            {
-                path: f"colwise: tp {self.tp} does not divide its {count} heads of {width}"
-                for path, (count, width) in self.geometry.items()
-                if count % self.tp
-            },
-            f"tp may be {fit}",
+    def check_regions(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        """Replay the sharded regions on random numbers."""
+        tokens = max((n for s in self.trace.shapes.values() for n in s[:2]), default=0)
+        if tokens > _PROVABLE_TOKENS:
+            return
+        failure = prove(self.model, self.module_plans(), self.layouts, self.columns, self.tp, call)
+        if failure is None:
+            return
+        message = f"the sharded regions are not proved: on rank {failure.rank} it {failure.message}"
+        if failure.message.startswith("its "):
+            message = (
+                f"the sharded regions are not proved: on rank {failure.rank} {failure.message}"
+            )
+        hint = (
+            "state how packed layers are laid out ('packed'), and which sizes in the model's code "
+            "are per rank ('attributes' of the attention style)"
         )
+        self.complaints.about(self.rule_near(failure.path), [failure.path], message, hint)
+
+    def rule_near(self, path: str) -> Rule | None:
+        """The rule of a module, or of the first one inside it."""
+        inside = (
+            rule
+            for known, rule in self.matches.modules.items()
+            if known == path or known.startswith(f"{path}.")
+        )
+        return next(inside, None)
 
     # --- the outcome
 
@@ -356,7 +352,9 @@ class _Compiler:
         parameter = self.model.get_parameter(names[0])
         placement = self.placement(names[0])
         shape = list(parameter.shape)
-        if isinstance(placement, Shard):
+        if isinstance(placement, Rows):
+            shape[placement.dim] = placement.length()
+        elif isinstance(placement, Shard):
             shape[placement.dim] = -(-shape[placement.dim] // self.tp)
         return ParameterPlan(
             name=names[0],
@@ -370,8 +368,11 @@ class _Compiler:
         )
 
     def summed(self, name: str) -> bool:
-        """Whether each rank's gradient of a replicated parameter is only a part."""
-        if not isinstance(self.placement(name), Replicate):
+        """Whether each rank's gradient of a parameter, or of rows it shares, is only a part."""
+        placement = self.placement(name)
+        if isinstance(placement, Rows):
+            return bool(placement.shared())
+        if not isinstance(placement, Replicate):
             return False
         style = self.styles.get(self.owner(name))
         if style in ("rowwise", "sequence_parallel") and not self._in_region(name, style):
@@ -401,8 +402,13 @@ class _Compiler:
                 style=None if rule is None else rule.style,
                 rule=rule,
                 parameters=own,
-                boundary=self.boundaries.get(path),
+                boundaries=self.boundaries.get(path, ()),
                 element=self.elements.get(path),
+                transposed=path in self.transposed,
+                projection=path in self.columns,
+                together=self.together.get(path, ()),
+                head_inputs=self.head_inputs.get(path, ()),
+                heads=self.heads_of(path),
                 container=path in containers,
                 draws=path in self.draws or isinstance(module, nn.modules.dropout._DropoutNd),
                 attributes=FrozenMap(self.attributes.get(path)),
@@ -412,6 +418,9 @@ class _Compiler:
             if plan != ModulePlan(path=path, style=None):
                 plans[path] = plan
         return plans
+
+    def heads_of(self, path: str) -> int:
+        return self.geometry.groups[path].heads or 0 if path in self.head_inputs else 0
 
     def kernel(self, path: str) -> KernelChoice | None:
         finding = self.probed.get(path)
@@ -433,12 +442,3 @@ def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
 def _parents(path: str) -> Iterable[str]:
     parts = path.split(".") if path else []
     return (".".join(parts[:i]) for i in range(len(parts)))
-
-
-def _fitting(counts: list[int]) -> str:
-    common = math.gcd(*counts) if counts else 1
-    return ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-
-
-def _is_dtensor(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, torch.distributed.tensor.DTensor)

@@ -51,12 +51,14 @@ class Boundary:
     Attributes:
         arguments: those of the module that are the tensor that enters; usually one.
         consumers: the column-parallel modules it serves.
+        number: of the tensor in the trace; boundaries of one number share a collective.
         shared: all modules, in order of execution, that enter with this same tensor object and
             share one collective; just the module itself where nothing is shared.
     """
 
     arguments: tuple[Argument, ...]
     consumers: tuple[str, ...]
+    number: int
     shared: tuple[str, ...]
 
 
@@ -90,6 +92,11 @@ class ModulePlan:
         style: its rule's style, or None where it has no rule but parameters of its own, or runs
             rewritten modules.
         parameters: names of its own parameters that become DTensors.
+        projection: whether it is column-parallel and multiplies its input by its weight.
+        transposed: whether its weight is stored (in, out).
+        together: the row-parallel layers, in order of execution, whose sum is reduced once.
+        head_inputs: arguments of which each rank takes its heads: (argument, dimension).
+        heads: how many there are on all ranks.
         container: whether the stream passes through it in its global form.
         draws: whether it draws random numbers in training (dropout).
         attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
@@ -100,8 +107,13 @@ class ModulePlan:
     style: str | None
     rule: Rule | None = None
     parameters: tuple[str, ...] = ()
-    boundary: Boundary | None = None
+    boundaries: tuple[Boundary, ...] = ()
     element: Element | None = None
+    projection: bool = False
+    transposed: bool = False
+    together: tuple[str, ...] = ()
+    head_inputs: tuple[tuple[Argument, int], ...] = ()
+    heads: int = 0
     container: bool = False
     draws: bool = False
     attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)

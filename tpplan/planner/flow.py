@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
+from tpplan.language import Rule
 from tpplan.planner.compiled import Boundary, Element
 from tpplan.planner.infer import KEEPING, VIEWS
 from tpplan.planner.trace import Call, Op, Trace
@@ -54,13 +55,20 @@ class _Walk:
     def __init__(
         self,
         trace: Trace,
-        styles: Mapping[str, str],
-        boundaries: Mapping[str, Boundary],
+        rules: Mapping[str, Rule],
+        columns: Set[str],
+        boundaries: Mapping[str, tuple[Boundary, ...]],
         elements: Mapping[str, Element],
         local: Set[str],
         dim: int,
     ) -> None:
-        self.trace, self.styles = trace, styles
+        self.trace, self.columns = trace, columns
+        self.styles = {path: rule.style for path, rule in rules.items()}
+        self.gathered = {
+            path
+            for path, rule in rules.items()
+            if rule.style == "vocab" and rule.options.get("output") == "gather"
+        }
         self.boundaries, self.elements = boundaries, elements
         self.local, self.dim = local, dim
         self.flow = Flow()
@@ -72,16 +80,20 @@ class _Walk:
         self.maker: dict[int, str] = {}
         self.trained: set[int] = set()
         self.entry = {
-            call.index: self._argument(call, boundaries[call.path].arguments[0].name)
-            for call in trace.calls
-            if call.path in boundaries
+            call.index: self._entries(call) for call in trace.calls if call.path in boundaries
         }
+        # calls of replicated modules that are given the whole of the stream
+        self.apart: set[int] = set()
 
     def _argument(self, call: Call, name: str) -> int | None:
         for number, arguments in call.arguments.items():
             if any(a.name == name for a in arguments):
                 return number
         return None
+
+    def _entries(self, call: Call) -> set[int]:
+        given = (self._argument(call, b.arguments[0].name) for b in self.boundaries[call.path])
+        return {number for number in given if number is not None}
 
     def _element_of(self, call: Call) -> Call | None:
         around = self.trace.ancestors(call.index)
@@ -110,7 +122,7 @@ class _Walk:
         given = next((n for n in call.arguments if n in self.trace.floating), None)
         if style == "rowwise" and given is not None and given not in self.region:
             self.flow.unsharded.append(call.path)
-        if style == "colwise" and given in self.region:
+        if call.path in self.columns and given in self.region:
             self.flow.twice.append(call.path)
         around = self._element_of(call)
         if around is not None and style == "rowwise" and given is not None:
@@ -118,9 +130,11 @@ class _Walk:
             if stream is None or not self._same_rows(given, stream):
                 self.flow.flattened.append(call.path)
         if around is not None and call.index in self.entry:
-            entry = self.entry[call.index]
-            if entry not in self.stream and entry not in self.region:
+            if not self.entry[call.index] <= self.stream | self.region:
                 self.flow.foreign.append(call.path)
+        outside = around is None and given in self.stream
+        if style == "replicate" and outside and given not in self.region:
+            self.apart.add(call.index)
         if call.path in self.elements:
             number = self._argument(call, self.elements[call.path].argument.name)
             if number is not None:
@@ -136,7 +150,8 @@ class _Walk:
         elif style in ("rowwise", "vocab"):
             self.region.difference_update(call.outputs)
             self.stream.difference_update(call.outputs)
-        if style == "rowwise" or (style == "vocab" and call.path not in self.boundaries):
+        table = style == "vocab" and call.path not in self.boundaries
+        if style == "rowwise" or (table and call.path not in self.gathered):
             self.stream.update(call.outputs)
         if style == "sequence_parallel":
             self.stream.update(n for n in call.outputs if n not in self.region)
@@ -153,9 +168,10 @@ class _Walk:
 
     def step(self, op: Op) -> None:
         around = list(self.trace.ancestors(op.call))
-        entries = {self.entry[c.index] for c in around if c.index in self.entry}
+        entries = {n for c in around for n in self.entry.get(c.index, ())}
+        apart = any(c.index in self.apart for c in around)
         region = any(n in self.region or n in entries for n in op.inputs)
-        stream = not region and any(n in self.stream for n in op.inputs)
+        stream = not region and not apart and any(n in self.stream for n in op.inputs)
         weights = frozenset().union(*(self.weights.get(n, frozenset()) for n in op.inputs))
         data = [n for n in op.inputs if n not in self.weights]
         if weights and not data:
@@ -208,8 +224,9 @@ class _Walk:
 
 def follow(
     trace: Trace,
-    styles: Mapping[str, str],
-    boundaries: Mapping[str, Boundary],
+    rules: Mapping[str, Rule],
+    columns: Set[str],
+    boundaries: Mapping[str, tuple[Boundary, ...]],
     elements: Mapping[str, Element],
     local: Set[str],
     dim: int,
@@ -217,7 +234,8 @@ def follow(
     """Follow every tensor of ``trace`` through the sharded regions and the stream.
 
     Args:
+        columns: the column-parallel projections.
         local: modules that were found to work on each position by itself.
         dim: the sequence dimension.
     """
-    return _Walk(trace, styles, boundaries, elements, local, dim).run()
+    return _Walk(trace, rules, columns, boundaries, elements, local, dim).run()

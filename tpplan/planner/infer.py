@@ -6,8 +6,8 @@ of the layer stack are, how many heads a projection has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from tpplan.language import Diagnostic, Pattern, PlanError
 from tpplan.planner.compiled import Argument, Boundary, Element
@@ -15,9 +15,7 @@ from tpplan.planner.trace import Call, Trace
 
 VIEWS = frozenset({"view", "_unsafe_view", "reshape", "unflatten", "unsqueeze", "squeeze"})
 KEEPING = frozenset({"clone", "alias", "detach", "_to_copy", "contiguous", "lift_fresh"})
-_CUTS = frozenset(
-    {"split", "split_with_sizes", "chunk", "slice", "select", "unbind", "narrow", "glu"}
-)
+_CUTS = frozenset({"split", "split_with_sizes", "chunk", "slice", "narrow"})
 
 
 def stream_input(trace: Trace, call: Call) -> int | None:
@@ -26,16 +24,17 @@ def stream_input(trace: Trace, call: Call) -> int | None:
 
 
 def find_boundaries(
-    trace: Trace, styles: Mapping[str, str], heads: set[str]
-) -> dict[str, Boundary]:
-    """Where each input of a column-parallel layer enters: module path -> boundary.
+    trace: Trace, columns: set[str], heads: set[str], gathers: Mapping[str, frozenset[str]]
+) -> dict[str, tuple[Boundary, ...]]:
+    """Where each input of a column-parallel layer enters: module path -> boundaries.
 
     It belongs at the outermost module that was given the very same tensor and uses it for
     column-parallel layers only: such a module may read the tensor's shape before projecting it.
 
     Args:
-        styles: module path -> style.
+        columns: the paths of column-parallel projections.
         heads: the paths of vocab-parallel heads, which enter on their own.
+        gathers: module path -> arguments that the plan says enter there.
     """
     uses: dict[int, list[int]] = {}
     for index, op in enumerate(trace.ops):
@@ -46,34 +45,45 @@ def find_boundaries(
         for index in uses.get(number, ()):
             if outer.first_op <= index < outer.last_op:
                 user = trace.calls[trace.ops[index].call].path
-                if styles.get(user) != "colwise":
+                if user not in columns:
                     return False
         return True
 
-    entries: dict[str, tuple[int, tuple[Argument, ...], list[str]]] = {}
+    entries: dict[tuple[str, int], tuple[tuple[Argument, ...], list[str]]] = {}
     for call in trace.calls:
-        if styles.get(call.path) != "colwise" and call.path not in heads:
+        if call.path not in columns and call.path not in heads:
             continue
         given = stream_input(trace, call)
         if given is None:
             continue
-        number, path, arguments = given, call.path, call.arguments[given]
+        path, arguments = call.path, call.arguments[given]
         if call.path not in heads:
             for outer in trace.ancestors(call.parent):
-                if number not in outer.arguments or not only_columns(number, outer):
+                named = outer.arguments.get(given)
+                if named is None:
                     break
-                path, arguments = outer.path, outer.arguments[number]
-        consumers = entries.setdefault(path, (number, arguments, []))[2]
+                asked = gathers.get(outer.path)
+                if asked is not None and not asked.isdisjoint(a.name for a in named):
+                    path, arguments = outer.path, named
+                    break
+                if not only_columns(given, outer):
+                    break
+                path, arguments = outer.path, named
+        consumers = entries.setdefault((path, given), (arguments, []))[1]
         if call.path not in consumers:
             consumers.append(call.path)
 
     together: dict[int, list[str]] = {}
-    for path, (number, _, _) in entries.items():
+    for path, number in entries:
         together.setdefault(number, []).append(path)
-    return {
-        path: Boundary(arguments, tuple(consumers), tuple(together[number]))
-        for path, (number, arguments, consumers) in entries.items()
-    }
+    result: dict[str, tuple[Boundary, ...]] = {}
+    for (path, number), (arguments, consumers) in entries.items():
+        boundary = Boundary(arguments, tuple(consumers), number, tuple(together[number]))
+        # a module that is called several times enters in the same way each time
+        known = result.get(path, ())
+        if all(boundary.arguments != other.arguments for other in known):
+            result[path] = (*known, boundary)
+    return result
 
 
 def find_elements(
@@ -117,58 +127,31 @@ def _stream_of(trace: Trace, call: Call) -> Argument | None:
     return None
 
 
-@dataclass(frozen=True)
-class Columns:
-    """What the model does with the columns of its column-parallel layers.
+def head_views(trace: Trace, columns: set[str]) -> dict[str, list[tuple[int, int]]]:
+    """The (count, width) that a model views the columns of its column-parallel layers as.
 
-    Attributes:
-        heads: number and width of the heads that a layer's output is viewed as.
-        misused: layers whose columns do more than keep to themselves, and how: such columns
-            cannot be shared out as they are.
+    Columns are followed through what acts on each by itself, and through cuts of a packed layer.
     """
-
-    heads: Mapping[str, tuple[int, int]]
-    misused: Mapping[str, str]
-
-
-def follow_columns(trace: Trace, styles: Mapping[str, str]) -> Columns:
-    """Follow the columns until they are heads, or enter the row-parallel layer.
-
-    Only what acts on each column by itself is let through: a cut, a norm or a softmax over them
-    would run on a part of them and compute something else.
-    """
-    flat = {
-        c.outputs[0]: c.path for c in trace.calls if styles.get(c.path) == "colwise" and c.outputs
-    }
-    split: dict[int, str] = {}
-    heads: dict[str, tuple[int, int]] = {}
-    misused: dict[str, str] = {}
+    flat = {c.outputs[0]: c.path for c in trace.calls if c.path in columns and c.outputs}
+    seen: dict[str, list[tuple[int, int]]] = {}
     for op in trace.ops:
-        if styles.get(trace.calls[op.call].path) in ("colwise", "rowwise", "vocab"):
+        if trace.calls[op.call].path in columns:
             continue
         name = op.name.removeprefix("aten.").split(".")[0]
         for number in op.inputs:
-            if number in split and name in _CUTS:
-                count = trace.shapes[number][-2]
-                if any(trace.shapes[out][-2:-1] != (count,) for out in op.outputs):
-                    misused.setdefault(split[number], f"its heads are cut into parts ({name})")
             if number not in flat:
                 continue
             path, width = flat[number], trace.shapes[number][-1]
-            same = [out for out in op.outputs if trace.shapes[out][-1:] == (width,)]
-            if op.pointwise or name in KEEPING or (name in VIEWS and same):
-                flat.update(dict.fromkeys(same, path))
-                continue
-            shape = _heads_of(trace.shapes[op.outputs[0]], width) if name in VIEWS else ()
-            if len(shape) == 2:
-                split[op.outputs[0]] = path
-                heads.setdefault(path, (shape[0], shape[1]))
-            elif shape:
-                misused.setdefault(path, f"its output is viewed as {shape}: it is packed")
-            else:
-                what = "cut into parts" if name in _CUTS else "combined with each other"
-                misused.setdefault(path, f"its columns are {what} ({name})")
-    return Columns(heads, misused)
+            for out in op.outputs:
+                shape = trace.shapes[out]
+                heads = _heads_of(shape, width) if name in VIEWS else ()
+                if len(heads) >= 2:
+                    seen.setdefault(path, []).append((heads[0], math.prod(heads[1:])))
+                elif name in _CUTS or (
+                    shape[-1:] == (width,) and (op.pointwise or name in KEEPING or name in VIEWS)
+                ):
+                    flat.setdefault(out, path)
+    return seen
 
 
 def _heads_of(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
@@ -190,3 +173,32 @@ def require_called(trace: Trace, styles: Mapping[str, str]) -> None:
         message = f"{silent[0]} was not called in the forward pass that was traced"
         hint = "give inputs= with which the model calls it, or leave it out of the plan"
         raise PlanError([Diagnostic(message, hint=hint)])
+
+
+_PROJECTION = frozenset(
+    {"t", "transpose", "addmm", "mm", "bmm", "matmul", "linear", "view", "reshape", "add", "expand"}
+)
+
+
+def orientation(trace: Trace, path: str) -> str | None:
+    """How a module multiplies its input by its weight: "linear" (out, in), "transposed", or None.
+
+    Read off the ops of its first call; None where it does anything else.
+    """
+    call = next((c for c in trace.calls if c.path == path), None)
+    if call is None:
+        return None
+    weight = next((n for n, name in trace.parameters.items() if name == f"{path}.weight"), None)
+    turned: set[int] = set()
+    found: str | None = None
+    for op in trace.ops[call.first_op : call.last_op]:
+        name = op.name.removeprefix("aten.").split(".")[0]
+        if name not in _PROJECTION and name not in VIEWS and name not in KEEPING:
+            return None
+        if name in ("t", "transpose") and weight in op.inputs:
+            turned.update(op.outputs)
+        elif name == "linear" or turned.intersection(op.inputs):
+            found = "linear"
+        elif weight in op.inputs:
+            found = "transposed"
+    return found

@@ -9,29 +9,28 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tpplan.layout import Rows
+
 SUPPORTED_OPTIONS: Mapping[str, frozenset[str]] = {
-    "colwise": frozenset(),
-    "rowwise": frozenset(),
+    "colwise": frozenset({"packed", "transposed"}),
+    "rowwise": frozenset({"transposed", "reduce"}),
     "vocab": frozenset({"output"}),
     "sequence_parallel": frozenset(),
     "replicate": frozenset(),
-    "attention": frozenset({"heads", "kv_heads", "head_dim", "attributes"}),
+    "attention": frozenset(
+        {"heads", "kv_heads", "head_dim", "attributes", "head_inputs", "gather"}
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Style:
-    """A style: the placements of a module's own parameters, and what can be wrong with it.
+    """What can be wrong with a style on a module.
 
     ``complain`` takes the module and tp and returns what stands in the way, or None.
     """
 
-    placements: Mapping[str, Placement]
     complain: Callable[[nn.Module, int], str | None]
-
-    def placement(self, parameter: str) -> Placement:
-        """Where a parameter of the module goes."""
-        return self.placements.get(parameter, Replicate())
 
 
 def divisors(*numbers: int) -> str:
@@ -40,44 +39,54 @@ def divisors(*numbers: int) -> str:
     return ", ".join(map(str, fit))
 
 
-def _runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+def placement_in(
+    style: str, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None
+) -> Placement:
+    """Where the parameter ``leaf`` of a module goes.
+
+    Args:
+        transposed: whether the weight is stored (in, out).
+        rows: of a column-parallel projection that is not simply cut evenly.
+    """
+    parameter = module._parameters[leaf]
+    matrix = parameter is not None and parameter.dim() >= 2 and leaf == "weight"
+    if style == "vocab":
+        return Shard(0)
+    if style == "rowwise":
+        return Shard(0 if transposed else 1) if matrix else Replicate()
+    if style != "colwise":
+        return Replicate()
+    dim = 1 if matrix and (transposed or isinstance(module, nn.Embedding)) else 0
+    return Shard(dim) if rows is None else Rows(dim, rows.pieces)
+
+
+def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether ``module`` computes exactly what torch's ``kind`` does."""
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
-def _linear(module: nn.Module) -> str | None:
-    if "weight" not in module._parameters or module._parameters["weight"] is None:
+def _weighted(module: nn.Module, tp: int) -> str | None:
+    weight = module._parameters.get("weight")
+    if weight is None:
         own = [name for name, _ in module.named_children()]
         inside = f"; its parts are {', '.join(own[:6])}" if own else ""
         return f"{type(module).__name__} has no weight of its own to shard{inside}"
-    if not _runs_as(module, nn.Linear):
-        return (
-            f"{type(module).__name__} is not a torch.nn.Linear (weight "
-            f"{tuple(module._parameters['weight'].shape)}): this style does not know its layout"
-        )
     return None
 
 
-def _colwise(module: nn.Module, tp: int) -> str | None:
-    wrong = _linear(module)
-    if wrong is None and (width := int(module.out_features)) % tp:  # type: ignore[arg-type]
-        wrong = f"tp {tp} does not divide its {width} outputs; tp may be {divisors(width)}"
-    return wrong
-
-
 def _rowwise(module: nn.Module, tp: int) -> str | None:
-    wrong = _linear(module)
-    if wrong is None and (width := int(module.in_features)) % tp:  # type: ignore[arg-type]
-        wrong = f"tp {tp} does not divide its {width} inputs; tp may be {divisors(width)}"
+    wrong = _weighted(module, tp)
+    if wrong is None and module._parameters["weight"].dim() != 2:  # type: ignore[union-attr]
+        return f"{type(module).__name__} does not multiply by a matrix"
     return wrong
 
 
 def _vocab(module: nn.Module, tp: int) -> str | None:
-    if _runs_as(module, nn.Embedding):
+    if runs_as(module, nn.Embedding):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             return "an Embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded"
         rows = int(module.num_embeddings)  # type: ignore[arg-type]
-    elif _runs_as(module, nn.Linear):
+    elif runs_as(module, nn.Linear):
         rows = int(module.out_features)  # type: ignore[arg-type]
     else:
         return f"{type(module).__name__} is neither a torch.nn.Embedding nor a torch.nn.Linear"
@@ -90,13 +99,11 @@ def _whole(module: nn.Module, tp: int) -> str | None:
     return None
 
 
-_WHOLE = Style({}, _whole)
-
 STYLES: Mapping[str, Style] = {
-    "colwise": Style({"weight": Shard(0), "bias": Shard(0)}, _colwise),
-    "rowwise": Style({"weight": Shard(1)}, _rowwise),
-    "vocab": Style({"weight": Shard(0), "bias": Shard(0)}, _vocab),
-    "sequence_parallel": _WHOLE,
-    "replicate": _WHOLE,
-    "attention": _WHOLE,
+    "colwise": Style(_weighted),
+    "rowwise": Style(_rowwise),
+    "vocab": Style(_vocab),
+    "sequence_parallel": Style(_whole),
+    "replicate": Style(_whole),
+    "attention": Style(_whole),
 }

@@ -34,17 +34,17 @@ def _module(compiled: CompiledPlan, plan: ModulePlan | None, path: str) -> list[
     lines = [_rule(plan)]
     for leaf in plan.parameters:
         lines.append(_parameter(compiled.parameter(f"{path}.{leaf}" if path else leaf)))
-    if plan.boundary is not None:
+    for boundary in plan.boundaries:
         enters = "all-gathered along the sequence" if compiled.sequence_parallel else "copied in"
         leaves = "reduce-scattered" if compiled.sequence_parallel else "all-reduced"
-        consumers = ", ".join(plan.boundary.consumers)
-        names = ", ".join(argument.name for argument in plan.boundary.arguments)
+        consumers = ", ".join(boundary.consumers)
+        names = ", ".join(argument.name for argument in boundary.arguments)
         lines.append(
             f"inferred: '{names}' enters the sharded region here, for "
             f"{consumers}: {enters}, its gradient {leaves}"
         )
-        if len(plan.boundary.shared) > 1:
-            lines.append(f"inferred: one collective serves {', '.join(plan.boundary.shared)}")
+        if len(boundary.shared) > 1:
+            lines.append(f"inferred: one collective serves {', '.join(boundary.shared)}")
     if plan.element is not None:
         lines.append(
             f"inferred: an element of the layer stack; '{plan.element.argument.name}' carries the "
@@ -86,6 +86,7 @@ def _parameter(entry: ParameterPlan) -> str:
 
 def _served_by(compiled: CompiledPlan, path: str) -> list[str]:
     for other in compiled.modules.values():
-        if other.boundary is not None and path in other.boundary.consumers and other.path != path:
+        served = (boundary.consumers for boundary in other.boundaries)
+        if other.path != path and any(path in consumers for consumers in served):
             return [f"inferred: its input enters the sharded region at {other.path}"]
     return []

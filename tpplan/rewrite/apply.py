@@ -39,7 +39,7 @@ def apply(
                 plan.options.get("output") != "shard" for plan in compiled.modules.values()
             )
             installed: dict[str, nn.Parameter] = {}
-            entries: dict[tuple[str, ...], Entry] = {}
+            entries: dict[tuple[int | str, ...], Entry] = {}
             styles: dict[str, Any] = {
                 path: PlannedStyle(plan, compiled, stream, installed, entries, src_data_rank)
                 for path, plan in compiled.modules.items()

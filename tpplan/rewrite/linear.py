@@ -13,7 +13,8 @@ class Colwise(Lowered):
     """Y_i = X A_i + b_i: the input is whole, the output this rank's columns."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.linear(input, *self._locals())
+        weight, *bias = self._locals()
+        return F.linear(input, weight.t() if self._tpplan.plan.transposed else weight, *bias)
 
 
 class Rowwise(Lowered):
@@ -25,16 +26,51 @@ class Rowwise(Lowered):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
         weight, *bias = self._locals()
-        partial = F.linear(input, weight)
-        stream = state.stream
-        if not stream.sequence_parallel:
-            out = reduce_out(partial, state.transition)
-            return out + bias[0].to(out.dtype) if bias else out
-        dim = min(stream.dim, partial.dim() - 2)
-        out = scatter_out(partial, dim, state.transition)
-        if bias:
-            out = out + bias[0].to(out.dtype)  # autocast, which casts a Linear's bias
-        if stream.length is None:
-            # called outside the stack: whole in, whole out
-            return join(out, dim, partial.size(dim), state.transition)
+        partial = F.linear(input, weight.t() if state.plan.transposed else weight)
+        return _reduced(self, partial, bias)
+
+
+class RowwiseTogether(Rowwise):
+    """One of several row-parallel layers whose outputs the model only adds up.
+
+    All but the last one to run keep their part back and answer with zeros; the last one reduces
+    the sum of all parts, and adds all biases.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        state = self._tpplan
+        stream, partners = state.stream, state.plan.together
+        weight, *bias = self._locals()
+        partial = F.linear(input, weight.t() if state.plan.transposed else weight)
+        kept, biases = stream.shared.pop(partners, (None, ()))
+        if kept is not None:
+            partial = kept + partial
+        biases = (*biases, *bias)
+        if state.plan.path != partners[-1]:
+            stream.shared[partners] = (partial, biases)
+            rows = list(partial.shape)
+            if stream.sequence_parallel and stream.length is not None:
+                dim = min(stream.dim, partial.dim() - 2)
+                rows[dim] = -(-rows[dim] // stream.group.size)
+            return partial.new_zeros(()).expand(rows)
+        return _reduced(self, partial, biases)
+
+
+def _reduced(
+    module: Lowered, partial: torch.Tensor, biases: tuple[torch.Tensor, ...] | list[torch.Tensor]
+) -> torch.Tensor:
+    state = module._tpplan
+    stream = state.stream
+    if not stream.sequence_parallel:
+        out = reduce_out(partial, state.transition)
+        for bias in biases:
+            out = out + bias.to(out.dtype)
         return out
+    dim = min(stream.dim, partial.dim() - 2)
+    out = scatter_out(partial, dim, state.transition)
+    for bias in biases:
+        out = out + bias.to(out.dtype)  # autocast, which casts a Linear's bias
+    if stream.length is None:
+        # called outside the stack: whole in, whole out
+        return join(out, dim, partial.size(dim), state.transition)
+    return out

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from tpplan.comm import Stream, Transition
+from tpplan.comm.rows import distributed
 from tpplan.planner import ModulePlan
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.parameters import Own
@@ -31,7 +32,7 @@ class State:
         stream: shared by all rewritten modules of the model.
         own: the module's own parameters.
         transition: the sites of the collectives its style issues.
-        entry: its boundary, shared with the modules that enter with the same tensor.
+        entries: its boundaries, each shared with the modules that enter with the same tensor.
         members: rewritten modules inside it, found when first needed.
         checked: whether its first batch was compared across the ranks.
     """
@@ -42,19 +43,19 @@ class State:
         stream: Stream,
         own: Own,
         transition: Transition,
-        entry: Entry | None = None,
+        entries: tuple[Entry, ...] = (),
     ) -> None:
         self.plan = plan
         self.stream = stream
         self.own = own
         self.transition = transition
-        self.entry = entry
+        self.entries = entries
         self.members: list[tuple[Lowered, Own]] | None = None
         self.checked = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        own, entry = copy.deepcopy((self.own, self.entry), memo)
-        twin = State(self.plan, self.stream, own, self.transition, entry)
+        own, entries = copy.deepcopy((self.own, self.entries), memo)
+        twin = State(self.plan, self.stream, own, self.transition, entries)
         memo[id(self)] = twin
         return twin
 
@@ -89,10 +90,9 @@ class Lowered(nn.Module):
             if not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
                 continue
             if isinstance(here, DTensor) and given.shape == here.shape:
-                shard = distribute_tensor(
-                    given.detach(), here.device_mesh, here.placements, src_data_rank=None
+                state_dict[prefix + name] = distributed(
+                    given.detach(), here.device_mesh, here.placements[0], None
                 )
-                state_dict[prefix + name] = shard
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if all(p is q for p, q in zip(held, own.installed, strict=True)):
             own.adopt(self)

@@ -13,6 +13,7 @@ from tpplan.comm import Site, split
 from tpplan.comm.agreement import require_same_inputs
 from tpplan.comm.conjugates import join
 from tpplan.planner import Argument
+from tpplan.planner.replay import own_heads
 from tpplan.rewrite.lowered import Lowered
 from tpplan.rewrite.parameters import Own, make
 
@@ -185,19 +186,44 @@ class Boundary(Lowered):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
-        plan, entry = state.plan.boundary, state.entry
-        assert plan is not None and entry is not None
-        x = _taken(plan.arguments[0], args, kwargs)
-        entered = entry.enter(x, state.stream)
-        for argument in plan.arguments:
-            if _taken(argument, args, kwargs) is not x:
-                raise RuntimeError(
-                    f"{state.plan.path}: '{argument.name}' is another tensor than "
-                    f"'{plan.arguments[0].name}'; when the plan was compiled they were one"
-                )
-        for argument in plan.arguments:
-            args, kwargs = _replaced(argument, entered, args, kwargs)
+        # the tensors as they were given, before any of them is replaced
+        found = [
+            (plan, entry, _taken(plan.arguments[0], args, kwargs))
+            for plan, entry in zip(state.plan.boundaries, state.entries, strict=True)
+        ]
+        before = args, kwargs
+        for plan, entry, x in found:
+            if x is None:
+                continue  # cross-attention that is given no states reads them from its cache
+            entered = entry.enter(x, state.stream)
+            for argument in plan.arguments:
+                if _taken(argument, *before) is not x:
+                    raise RuntimeError(
+                        f"{state.plan.path}: '{argument.name}' is another tensor than "
+                        f"'{plan.arguments[0].name}'; when the plan was compiled they were one"
+                    )
+            for argument in plan.arguments:
+                args, kwargs = _replaced(argument, entered, args, kwargs)
         return super().forward(*args, **kwargs)
+
+
+class HeadInputs(Lowered):
+    """Takes its own heads of the arguments that hold something for every head."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        group = self._tpplan.stream.group
+        args, kwargs = own_heads(self._tpplan.plan, group.rank, group.size, args, kwargs)
+        return super().forward(*args, **kwargs)
+
+
+class Apart(Lowered):
+    """A replicated module outside the stack: given the sharded stream, it works on all of it."""
+
+    def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
+        if state.stream.length is None and state.stream.is_sharded(input):
+            input = state.stream.whole(input, state.transition)
+        return super().forward(input, *args, **kwargs)
 
 
 class SequenceParallel(Lowered):

@@ -6,21 +6,24 @@ from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement
 
+from tpplan import planner
 from tpplan.comm import Site, Stream, Transition
+from tpplan.comm.rows import distributed
 from tpplan.planner import CompiledPlan, ModulePlan
+from tpplan.planner.replay import assign
 from tpplan.rewrite.entry import Entry
-from tpplan.rewrite.linear import Colwise, Rowwise
+from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseTogether
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
 from tpplan.rewrite.parameters import Own
 from tpplan.rewrite.streams import (
+    Apart,
     Boundary,
     Container,
     Draws,
     Element,
+    HeadInputs,
     SequenceParallel,
     summing_site,
 )
@@ -33,7 +36,6 @@ _REASONS: Mapping[str | None, tuple[str, str]] = {
     "head": ("logits, gathered", "gradient of the logits"),
 }
 _PASSING = ("a whole tensor where the stream is sharded", "gradient of a whole tensor")
-_COMPUTES: Mapping[str, type[Lowered]] = {"colwise": Colwise, "rowwise": Rowwise}
 
 
 class PlannedStyle(ParallelStyle):
@@ -45,7 +47,7 @@ class PlannedStyle(ParallelStyle):
         compiled: CompiledPlan,
         stream: Stream,
         installed: dict[str, nn.Parameter],
-        entries: dict[tuple[str, ...], Entry],
+        entries: dict[tuple[int | str, ...], Entry],
         source: int | None,
     ) -> None:
         super().__init__()
@@ -61,36 +63,40 @@ class PlannedStyle(ParallelStyle):
             if entry.name not in self.installed:
                 parameter = module._parameters[leaf]
                 assert parameter is not None
-                self.installed[entry.name] = distributed(
-                    parameter, device_mesh, entry.placement, self.source
+                placed = distributed(parameter.detach(), device_mesh, entry.placement, self.source)
+                self.installed[entry.name] = nn.Parameter(
+                    placed, requires_grad=parameter.requires_grad
                 )
             module._parameters[leaf] = self.installed[entry.name]
         for name, (_, local) in self.plan.attributes.items():
-            setattr(module, name, local)
+            assign(module, name, local)
         roles = roles_of(self.plan, module)
         if roles:
             own = Own(module, self.plan.parameters, summed, summing_site(self.plan.path))
-            state = State(self.plan, self.stream, own, self._transition(), self._entry())
+            state = State(self.plan, self.stream, own, self._transition(), self._entries())
             lower(module, roles, state)
         return module
 
     def _transition(self) -> Transition:
         plan, rule = self.plan, _text(self.plan)
-        style = "head" if plan.style == "vocab" and plan.boundary is not None else plan.style
+        style = "head" if plan.style == "vocab" and plan.boundaries else plan.style
         forward, backward = _REASONS.get(style, _PASSING)
         return Transition(
             self.stream.group, Site(plan.path, forward, rule), Site(plan.path, backward, rule)
         )
 
-    def _entry(self) -> Entry | None:
-        boundary = self.plan.boundary
-        if boundary is None:
-            return None
-        if boundary.shared not in self.entries:
+    def _entries(self) -> tuple[Entry, ...]:
+        return tuple(self._entry(boundary) for boundary in self.plan.boundaries)
+
+    def _entry(self, boundary: planner.Boundary) -> Entry:
+        key = (boundary.number, *boundary.shared)
+        if key not in self.entries:
             consumers = [
-                c
+                consumer
                 for path in boundary.shared
-                for c in self.compiled.modules[path].boundary.consumers  # type: ignore[union-attr]
+                for other in self.compiled.modules[path].boundaries
+                if other.number == boundary.number
+                for consumer in other.consumers
             ]
             names = ", ".join(c.removeprefix(f"{self.plan.path}.") for c in consumers)
             rule = _text(self.compiled.modules[consumers[0]])
@@ -99,8 +105,8 @@ class PlannedStyle(ParallelStyle):
                 Site(self.plan.path, f"input of {names}", rule),
                 Site(self.plan.path, f"input gradient of {names}", rule),
             )
-            self.entries[boundary.shared] = Entry(transition, len(boundary.shared))
-        return self.entries[boundary.shared]
+            self.entries[key] = Entry(transition, len(boundary.shared))
+        return self.entries[key]
 
 
 def _text(plan: ModulePlan) -> str | None:
@@ -116,30 +122,21 @@ def roles_of(plan: ModulePlan, module: nn.Module) -> list[type[Lowered]]:
         roles.append(Draws)
     if plan.element is not None:
         roles.append(Element)
-    if plan.boundary is not None:
+    if plan.head_inputs:
+        roles.append(HeadInputs)
+    if plan.boundaries:
         roles.append(Boundary)
     if plan.style == "vocab":
         roles.append(VocabEmbedding if isinstance(module, nn.Embedding) else VocabHead)
-    elif plan.style is not None and plan.style in _COMPUTES:
-        roles.append(_COMPUTES[plan.style])
+    elif plan.style == "rowwise":
+        roles.append(RowwiseTogether if plan.together else Rowwise)
+    elif plan.projection:
+        roles.append(Colwise)
     else:
         if plan.style == "sequence_parallel":
             roles.append(SequenceParallel)
+        if plan.style == "replicate" and plan.element is None:
+            roles.append(Apart)
         if plan.parameters:
             roles.append(LocalParameters)
     return roles
-
-
-def distributed(
-    parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement, source: int | None
-) -> nn.Parameter:
-    """``parameter`` as a DTensor on ``mesh``, with the values of rank ``source`` of the group.
-
-    ``source`` None trusts each rank's own values. The given parameter is not changed: a replica
-    is broadcast into a copy.
-    """
-    value = parameter.detach()
-    if placement.is_replicate():
-        value = value.clone()
-    shard = distribute_tensor(value, mesh, [placement], src_data_rank=source)
-    return nn.Parameter(shard, requires_grad=parameter.requires_grad)

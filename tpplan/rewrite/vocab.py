@@ -25,7 +25,7 @@ class VocabEmbedding(Lowered):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
         stream = state.stream
-        if stream.sequence_parallel:
+        if stream.sequence_parallel and state.plan.options.get("output") != "gather":
             require_sequence(input, stream.dim + 1, state.plan.path)
         (weight,) = self._locals()
         rows = weight.size(0)
@@ -38,7 +38,8 @@ class VocabEmbedding(Lowered):
         if padding is not None and not 0 <= padding < rows:
             padding = None
         partial = F.embedding(local, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
-        if not stream.sequence_parallel:
+        gathered = state.plan.options.get("output") == "gather"
+        if not stream.sequence_parallel or gathered:
             return reduce_out(partial, state.transition)
         out = scatter_out(partial, stream.dim, state.transition)
         if stream.length is not None:

@@ -238,7 +238,9 @@ def _failed(reference: Reference, compiled: CompiledPlan, error: Exception) -> V
     notes = "; ".join(getattr(error, "__notes__", ()))
     where = f" ({notes})" if notes else ""
     text = str(error).strip().splitlines() or [""]
-    message = f"{_mode(compiled)}: the sharded model fails{where}: {type(error).__name__}: {text[0]}"
+    message = (
+        f"{_mode(compiled)}: the sharded model fails{where}: {type(error).__name__}: {text[0]}"
+    )
     return VerificationError(message)
 
 

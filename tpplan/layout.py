@@ -1,0 +1,160 @@
+"""Which rows of a parameter each rank holds, where ``Shard`` cannot say it.
+
+A packed projection ([q|k|v] in one weight) is cut part by part, and a key-value head may be held
+by several ranks. Both are one thing: for every rank, the ranges of rows it holds, in order.
+``Rows`` says that as a DTensor placement; the parameter stays one tensor of its original shape,
+and everything that gathers or saves it goes through these ranges. (``_StridedShard`` covers equal
+parts only, and no sharing.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor.placement_types import Placement
+
+Range = tuple[int, int]
+
+
+class Rows(Placement):  # type: ignore[misc]
+    """A placement: along ``dim``, rank r holds the ranges ``pieces[r]``, one after the other."""
+
+    dim: int
+    pieces: tuple[tuple[Range, ...], ...]
+
+    def __init__(self, dim: int, pieces: Sequence[Sequence[Range]]) -> None:
+        super().__init__()
+        self.dim = dim
+        self.pieces = tuple(_joined(ranges) for ranges in pieces)
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Not a ``Shard``: code that cuts evenly must not take it for one."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Never."""
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Never."""
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Rows) and self.dim == other.dim
+        return same and self.pieces == other.pieces  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.pieces))
+
+    def __repr__(self) -> str:
+        return f"Rows({self.dim}, {self.pieces})"
+
+    def __str__(self) -> str:
+        return f"Rows({self.dim})"
+
+    def __reduce__(self) -> tuple[type[Rows], tuple[int, tuple[tuple[Range, ...], ...]]]:
+        return Rows, (self.dim, self.pieces)
+
+    def length(self, rank: int = 0) -> int:
+        """How many rows a rank holds; the same for every rank."""
+        return sum(stop - start for start, stop in self.pieces[rank])
+
+    def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """The rows of ``whole`` that ``rank`` holds; a copy."""
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.pieces[rank]]
+        return torch.cat(parts, self.dim)
+
+    def put(self, whole: torch.Tensor, local: torch.Tensor, rank: int) -> None:
+        """Write the rows that ``rank`` holds into ``whole``, in place."""
+        at = 0
+        for start, stop in self.pieces[rank]:
+            rows = stop - start
+            whole.narrow(self.dim, start, rows).copy_(local.narrow(self.dim, at, rows))
+            at += rows
+
+    def shared(self) -> tuple[Range, ...]:
+        """The ranges that more than one rank holds, in order."""
+        marks = sorted({end for ranges in self.pieces for piece in ranges for end in piece})
+        cells = list(zip(marks[:-1], marks[1:], strict=True))
+        held = [
+            (cell, sum(self._holds(r, cell) for r in range(len(self.pieces)))) for cell in cells
+        ]
+        return _joined([cell for cell, holders in held if holders > 1])
+
+    def owned(self, rank: int) -> tuple[Range, ...]:
+        """Local ranges of the rows that no rank before ``rank`` holds: each row is owned once."""
+        result, at = [], 0
+        for start, stop in self.pieces[rank]:
+            if not any(self._holds(r, (start, stop)) for r in range(rank)):
+                result.append((at, at + stop - start))
+            at += stop - start
+        return _joined(result)
+
+    def _holds(self, rank: int, piece: Range) -> bool:
+        return any(a <= piece[0] and piece[1] <= b for a, b in self.pieces[rank])
+
+
+def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """Neighbouring ranges as one; the order stays."""
+    result: list[Range] = []
+    for start, stop in ranges:
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        elif stop > start:
+            result.append((start, stop))
+    return tuple(result)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a packed projection: ``size`` rows that are ``units`` heads (or rows) of equal size."""
+
+    name: str
+    size: int
+    units: int
+
+
+class MisfitError(ValueError):
+    """Parts that cannot be shared out among that many ranks."""
+
+
+def rows_of(parts: Sequence[Part], repeat: int, tp: int, dim: int = 0) -> Rows:
+    """The rows of each rank, where ``repeat`` blocks of ``parts`` are stored one after the other.
+
+    Whole blocks are dealt out while there are enough; then the heads of each block, and when there
+    are fewer heads of a part than ranks, several ranks hold the same one: rank r of t holds head
+    r·units // t.
+
+    Raises:
+        MisfitError: where neither number divides the other.
+    """
+    block = sum(part.size for part in parts)
+    if repeat % tp == 0:
+        rows = repeat // tp * block
+        return Rows(dim, [[(r * rows, (r + 1) * rows)] for r in range(tp)])
+    if tp % repeat:
+        raise MisfitError(f"tp {tp} does not fit {repeat} blocks")
+    sharers = tp // repeat
+    pieces = []
+    for rank in range(tp):
+        start, index = rank // sharers * block, rank % sharers
+        ranges = []
+        for part in parts:
+            first, last = _units(part, index, sharers)
+            width = part.size // part.units
+            ranges.append((start + first * width, start + last * width))
+            start += part.size
+        pieces.append(ranges)
+    return Rows(dim, pieces)
+
+
+def _units(part: Part, index: int, ranks: int) -> Range:
+    if part.units % ranks == 0:
+        each = part.units // ranks
+        return index * each, (index + 1) * each
+    if ranks % part.units == 0:
+        unit = index * part.units // ranks
+        return unit, unit + 1
+    raise MisfitError(f"{ranks} ranks do not fit {part.units} of '{part.name}'")

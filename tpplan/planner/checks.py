@@ -1,0 +1,124 @@
+"""What must hold before a plan is carried out, and what is said where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from tpplan.planner.complaints import Complaints
+from tpplan.planner.flow import Flow
+from tpplan.planner.match import fold, folded
+from tpplan.planner.styles import STYLES, SUPPORTED_OPTIONS
+
+UNMENTIONED_SHARE = 0.01
+
+
+def check_modules(model: nn.Module, tp: int, complaints: Complaints) -> None:
+    """Styles against the modules they sit on."""
+    refused = {}
+    for path, rule in complaints.matches.modules.items():
+        module = model.get_submodule(path)
+        complaint = STYLES[rule.style].complain(module, tp)
+        if complaint is not None:
+            refused[path] = f"{rule.style}: {complaint}"
+        elif "forward" in vars(module):
+            refused[path] = "its forward was replaced on the instance, which would hide the plan's"
+    complaints.by_rule(refused)
+    for rule in complaints.plan.rules:
+        for option in sorted(set(rule.options) - SUPPORTED_OPTIONS[rule.style]):
+            where = rule.option_positions.get(option, rule.position)
+            message = f"option '{option}' of '{rule.style}' is not supported by this version"
+            complaints.say(message, where)
+    for rule in complaints.matches.parameters.values():
+        if rule.style not in ("replicate", "colwise"):
+            message = f"a bare parameter can be 'replicate' or 'colwise', not '{rule.style}'"
+            complaints.say(message, rule.position)
+    if any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters()):
+        message = "the model already holds DTensor parameters"
+        complaints.say(message, hint="parallelize a model once, and before FSDP")
+
+
+def check_unmentioned(
+    parameters: Mapping[str, nn.Parameter], mentioned: set[str], complaints: Complaints
+) -> None:
+    """Large parameters that no rule speaks of.
+
+    Args:
+        parameters: each once, under its first name.
+        mentioned: those of which any name has a rule.
+    """
+    total = sum(p.numel() for p in parameters.values())
+    left = {name: p for name, p in parameters.items() if name not in mentioned}
+    large = [name for name, p in left.items() if p.dim() >= 2]
+    hint = "give it a rule; 'replicate' leaves it whole on every rank"
+    for pattern in dict.fromkeys(folded(name) for name in large):
+        members = [name for name in large if folded(name) == pattern]
+        shape = tuple(left[members[0]].shape)
+        message = f"no rule mentions this parameter of shape {shape}"
+        complaints.about(None, members, message, hint)
+    small = {name: p.numel() for name, p in left.items() if name not in large}
+    if sum(small.values()) > UNMENTIONED_SHARE * total:
+        share = 100 * sum(small.values()) / total
+        message = f"no rule mentions these parameters, together {share:.1f} % of the model"
+        complaints.about(None, small, message, hint)
+
+
+def check_kernels(wanted: Mapping[str, str], complaints: Complaints) -> None:
+    """Which implementations there are."""
+    for kind, implementation in wanted.items():
+        if implementation not in ("auto", "torch"):
+            message = f"kernels: {kind}: '{implementation}' is not available in this version"
+            complaints.say(message, complaints.position_of("kernels:"), "use 'auto' or 'torch'")
+
+
+def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> None:
+    """What the flow of tensors through the regions and the stream shows."""
+    complaints.by_rule(
+        dict.fromkeys(flow.unsharded, "rowwise: its input is whole, not sharded"),
+        "a row-parallel layer takes what column-parallel layers produce",
+    )
+    complaints.by_rule(
+        dict.fromkeys(flow.twice, "colwise: its input is already sharded"),
+        "make this layer rowwise, or the one before it replicate",
+    )
+    if flow.unreduced and not flow.unsharded:
+        message = "sharded activations leave it: no row-parallel layer reduces them"
+        hint = "end each sharded region with a rowwise layer"
+        complaints.about(None, flow.unreduced, message, hint)
+    for path, maker in flow.torn.items():
+        _mixture(path, maker, "sharded activations", "colwise", complaints)
+    if sequence_parallel:
+        _check_stream(flow, complaints)
+
+
+def _mixture(path: str, maker: str, what: str, style: str, complaints: Complaints) -> None:
+    source = f" from {fold([maker])}" if maker else ""
+    message = f"combines {what} with a whole tensor{source}, whose gradient would be a part"
+    hint = f"give the module that makes that tensor the style {style}"
+    complaints.about(complaints.matches.modules.get(maker), [path], message, hint)
+
+
+def _check_stream(flow: Flow, complaints: Complaints) -> None:
+    """What must hold where each rank has a part of the sequence."""
+    for path, maker in flow.mixed.items():
+        source = f" from {maker}" if maker else ""
+        message = f"combines the sequence-sharded stream with a whole tensor{source}"
+        hint = "give the module that makes that tensor the style sequence_parallel"
+        complaints.about(complaints.matches.modules.get(maker), [path], message, hint)
+    for path, maker in flow.torn_stream.items():
+        _mixture(path, maker, "the sequence-sharded stream", "sequence_parallel", complaints)
+    off = "turn sequence_parallel off"
+    for path, op in flow.along.items():
+        message = f"'{op}' on the sequence-sharded stream is not known to keep positions apart"
+        hint = f"give the module the style sequence_parallel if it does, or {off}"
+        complaints.about(complaints.matches.modules.get(path), [path], message, hint)
+    for paths, message in (
+        (flow.escaping, "gives out more of the sequence-sharded stream than the stream itself"),
+        (flow.foreign, "is given a tensor that is not of the sequence-sharded stream"),
+        (flow.flattened, "row-parallel output that does not have the stream's shape"),
+    ):
+        if paths:
+            rule = complaints.matches.modules.get(paths[0])
+            complaints.about(rule, paths, f"{message}, which this version does not support", off)

@@ -1,0 +1,243 @@
+"""Head geometry, and from it the rows of every column-parallel layer that each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from tpplan.language import Diagnostic, Expression, ExpressionError, Rule
+from tpplan.layout import MisfitError, Part, Rows, rows_of
+
+_QUERIES = frozenset({"q", "query", "queries"})
+_KEYS = frozenset({"k", "v", "key", "value", "keys", "values"})
+_COUNTS = ("heads", "kv_heads", "head_dim")
+_TRIED = range(1, 129)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, key-value heads and their width; None where unknown."""
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+
+    def known(self, tp: int = 1) -> dict[str, int]:
+        """Names for expressions: the whole model's values, or those of one of ``tp`` ranks."""
+        values = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        local = {
+            k: v if k == "head_dim" or v is None else max(1, v // tp) for k, v in values.items()
+        }
+        return {k: v for k, v in local.items() if v is not None}
+
+
+class Geometry:
+    """Resolves heads and layouts; what is wrong is appended to ``wrong``.
+
+    Args:
+        rules: by module path.
+        seen: column-parallel layer -> the (count, width) views the trace showed of its columns.
+        transposed: layers whose weight is (in, out).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rules: Mapping[str, Rule],
+        seen: Mapping[str, Sequence[tuple[int, int]]],
+        transposed: set[str],
+        wrong: list[Diagnostic],
+    ) -> None:
+        self.model, self.rules, self.seen = model, rules, seen
+        self.transposed, self.wrong = transposed, wrong
+        self.groups: dict[str, Heads] = {}
+        for path, rule in rules.items():
+            if rule.style in ("colwise", "attention"):
+                group = self.group_of(path)
+                if group not in self.groups:
+                    self.groups[group] = self._heads(group)
+
+    def group_of(self, path: str) -> str:
+        """The module whose layers share one geometry: the ``attention`` one, or the parent."""
+        around = path
+        while True:
+            rule = self.rules.get(around)
+            if rule is not None and rule.style == "attention":
+                return around
+            if not around:
+                return path.rpartition(".")[0]
+            around = around.rpartition(".")[0]
+
+    def names_of(self, path: str) -> dict[str, int]:
+        """Names for expressions at a module: its integers, and those of its configuration."""
+        names: dict[str, int] = {}
+        module = self.model.get_submodule(path)
+        root = getattr(self.model, "config", None)
+        text = getattr(root, "text_config", None)
+        for config in (root, text, getattr(module, "config", None)):
+            names.update(_integers(getattr(config, "__dict__", {})))
+        names.update(_integers(vars(module)))
+        return names
+
+    def _heads(self, group: str) -> Heads:
+        rule = self.rules.get(group)
+        views = [
+            view for path, found in self.seen.items() if self._in(path, group) for view in found
+        ]
+        counts = [count for count, _ in views]
+        inferred = {
+            "heads": max(counts, default=None),
+            "kv_heads": min(counts, default=None),
+            "head_dim": views[0][1] if views else None,
+        }
+        stated = {
+            key: self.evaluate(rule, group, key, rule.options[key])
+            for key in _COUNTS
+            if rule is not None and rule.style == "attention" and key in rule.options
+        }
+        values = {**inferred, **stated}
+        if "heads" in stated and "kv_heads" not in stated and not views:
+            values["kv_heads"] = stated["heads"]
+        return Heads(**values)
+
+    def _in(self, path: str, group: str) -> bool:
+        return self.group_of(path) == group
+
+    def evaluate(self, rule: Rule, path: str, option: str, value: object) -> int | None:
+        """A stated number, or the value of an expression over the module's integers."""
+        if isinstance(value, int):
+            return value
+        try:
+            return Expression(str(value)).evaluate(self.names_of(path))
+        except ExpressionError as error:
+            where = rule.option_positions.get(option, rule.position)
+            self.wrong.append(Diagnostic(f"{path}: {option}: {error}", where))
+            return None
+
+    def parts_of(self, path: str) -> tuple[list[Part], int]:
+        """The parts of a column-parallel layer, and how often they are repeated."""
+        rule, module = self.rules[path], self.model.get_submodule(path)
+        weight = module._parameters["weight"]
+        assert weight is not None
+        total = int(weight.shape[1 if path in self.transposed else 0])
+        known = self.groups[self.group_of(path)]
+        packed = rule.options.get("packed")
+        if packed is None:
+            views = self.seen.get(path, ())
+            units = views[0][0] if views else total
+            return [Part(path.rpartition(".")[2], total, units)], 1
+        assert isinstance(packed, Mapping)
+        names: Sequence[str] = packed["parts"]
+        repeat = self._repeat(rule, path, packed.get("repeat", 1), known)
+        units = [_units(name, known, repeat) for name in names]
+        if any(n is None for n in units):
+            size = total // repeat // len(names)
+            parts = [Part(name, size, size) for name in names]
+        else:
+            width = total // repeat // max(sum(n for n in units if n), 1)
+            parts = [
+                Part(name, (n or 0) * width, n or 1) for name, n in zip(names, units, strict=True)
+            ]
+        if sum(part.size for part in parts) * repeat != total:
+            stated = ", ".join(f"{part.name} {part.size}" for part in parts)
+            message = f"{path}: packed: {stated}, {repeat} times, are not its {total} outputs"
+            hint = f"what is known of its heads: {known.known() or 'nothing'}"
+            where = rule.option_positions.get("packed", rule.position)
+            self.wrong.append(Diagnostic(message, where, hint))
+        return parts, repeat
+
+    def _repeat(self, rule: Rule, path: str, value: object, known: Heads) -> int:
+        if isinstance(value, str) and value in known.known():
+            return known.known()[value]
+        found = self.evaluate(rule, path, "packed", value)
+        return max(found or 1, 1)
+
+    def rows(self, path: str, tp: int) -> Rows | None:
+        """The rows of each rank; None where even, contiguous shards do.
+
+        Raises:
+            MisfitError: where ``tp`` does not fit; see ``fitting``.
+        """
+        parts, repeat = self.parts_of(path)
+        known = self.groups[self.group_of(path)]
+        dim = 1 if path in self.transposed else 0
+        rows = rows_of(parts, repeat, tp, dim)
+        if rows.shared():
+            # heads are shared where others divide: a rank without a query head of its own is idle
+            most = max([part.units * repeat for part in parts] + [known.heads or 0])
+            if most % tp:
+                raise MisfitError(f"tp {tp} does not divide its {most} heads")
+        total = sum(part.size for part in parts) * repeat
+        each = total // tp
+        even = all(rows.pieces[r] == ((r * each, (r + 1) * each),) for r in range(tp))
+        return None if even and total % tp == 0 else rows
+
+    def fitting(self, path: str) -> str:
+        """The values of tp that fit a layer, for messages."""
+        return ", ".join(str(tp) for tp in _TRIED if self._fits(path, tp))
+
+    def _fits(self, path: str, tp: int) -> bool:
+        try:
+            self.rows(path, tp)
+        except MisfitError:
+            return False
+        return True
+
+    def attributes(self, tp: int) -> dict[str, dict[str, tuple[int, int]]]:
+        """Module path -> attribute -> (present value, value per rank), of the attention rules."""
+        result: dict[str, dict[str, tuple[int, int]]] = {}
+        for path, rule in self.rules.items():
+            expressions = rule.options.get("attributes")
+            if rule.style != "attention" or not isinstance(expressions, Mapping):
+                continue
+            where = rule.option_positions.get("attributes", rule.position)
+            known = self.groups[path]
+            names = {k: v for k, v in self.names_of(path).items() if k not in _COUNTS}
+            whole, local = (
+                {**names, **known.known(), "tp": 1},
+                {**names, **known.known(tp), "tp": tp},
+            )
+            for name, text in expressions.items():
+                present = attribute(self.model.get_submodule(path), name)
+                if not isinstance(present, int):
+                    message = f"{path} has no integer attribute '{name}'"
+                    self.wrong.append(Diagnostic(message, where))
+                    continue
+                try:
+                    expression = Expression(str(text))
+                    computed = expression.evaluate(whole)
+                    per_rank = expression.evaluate(local)
+                except ExpressionError as error:
+                    self.wrong.append(Diagnostic(f"{path}: {name}: {error}", where))
+                    continue
+                if computed != present:
+                    message = f"{path}: '{text}' is {computed}, but {name} is {present}"
+                    listed = ", ".join(f"{k} = {v}" for k, v in known.known().items())
+                    hint = f"what is known: {listed or 'no heads'}"
+                    self.wrong.append(Diagnostic(message, where, hint))
+                    continue
+                result.setdefault(path, {})[name] = (present, per_rank)
+        return result
+
+
+def attribute(module: nn.Module, name: str) -> object:
+    """An attribute by its dotted name; None where there is none."""
+    value: object = module
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+def _units(name: str, known: Heads, repeat: int) -> int | None:
+    count = known.heads if name in _QUERIES else known.kv_heads if name in _KEYS else None
+    return None if count is None or count % repeat else count // repeat
+
+
+def _integers(values: Mapping[str, object]) -> dict[str, int]:
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int) and not isinstance(value, bool) and name.isidentifier()
+    }

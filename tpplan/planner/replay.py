@@ -1,0 +1,325 @@
+"""The proof of the sharded regions: each rank's run replayed against the whole model's.
+
+Whether a layout, a head count and a per-rank attribute belong together cannot be read off shapes.
+So the model's own code is run on real numbers, twice, without its large weights: every projection
+answers with random numbers instead. Once as it is; then as each rank would run it, with the
+columns of those same numbers that the rank holds and its own attributes. What then enters a
+row-parallel layer must be, number for number, the rank's columns of what entered it in the whole
+run: with that, and the weights cut alike, the sum over the ranks is the whole model's result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from tpplan.layout import Rows
+from tpplan.planner.compiled import Argument, ModulePlan
+from tpplan.planner.geometry import attribute
+
+_LARGE = 2**22
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a rank's run departs from the whole model's, and how."""
+
+    path: str
+    rank: int
+    message: str
+
+
+@dataclass
+class _Event:
+    path: str
+    given: torch.Tensor
+    made: torch.Tensor
+
+
+class _Departed(Exception):
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path, self.message = path, message
+
+
+def prove(
+    model: nn.Module,
+    plans: Mapping[str, ModulePlan],
+    layouts: Mapping[str, Rows],
+    columns: set[str],
+    tp: int,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+) -> Failure | None:
+    """Replay ``call`` for the ranks of ``tp``; the first departure, or None where there is none.
+
+    Args:
+        layouts: the rows of those column-parallel layers that are not simply cut evenly.
+        columns: the column-parallel projections (others with that style run their own forward).
+    """
+    replay = _Replay(model, plans, layouts, columns, tp)
+    try:
+        with torch.no_grad():
+            replay.run(call, None)
+    except Exception as error:
+        where = replay.running[-1] if replay.running else ""
+        message = f"cannot be run on random numbers: {type(error).__name__}: {error}"
+        return Failure(where, 0, message)
+    for rank in sorted({0, 1, tp // 2, tp - 1}):
+        try:
+            with torch.no_grad(), replay.attributes():
+                replay.run(call, rank)
+        except _Departed as found:
+            return Failure(found.path, rank, found.message)
+        except Exception as error:
+            where = replay.running[-1] if replay.running else ""
+            return Failure(where, rank, f"fails: {type(error).__name__}: {error}")
+    return None
+
+
+class _Replay:
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Mapping[str, ModulePlan],
+        layouts: Mapping[str, Rows],
+        columns: set[str],
+        tp: int,
+    ) -> None:
+        self.plans, self.layouts, self.columns, self.tp = plans, layouts, columns, tp
+        self.rank: int | None = None
+        self.events: list[_Event] = []
+        self.at = 0
+        self.running: list[str] = []
+        self.model = _stand_in(model, {p for p in plans if self._answers(model, p)})
+        for path, module in self.model.named_modules():
+            self._watch(path, module)
+
+    def _answers(self, model: nn.Module, path: str) -> bool:
+        """Whether a module answers with random numbers instead of computing."""
+        plan, module = self.plans[path], model.get_submodule(path)
+        if path in self.columns or plan.style in ("rowwise", "vocab"):
+            return True
+        size = sum(p.numel() for p in module._parameters.values() if p is not None)
+        return size > _LARGE and not list(module.children())
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        plan = self.plans.get(path)
+        if plan is not None:
+            original = module.forward
+            if plan.style == "colwise" and path not in self.columns:
+                module.forward = self._inner(path, original)  # type: ignore[method-assign]
+            elif any(p is not None and p.is_meta for p in module._parameters.values()):
+                module.forward = self._oracle(path, module, plan)  # type: ignore[method-assign]
+            elif plan.head_inputs:
+                module.forward = self._with_heads(plan, original)  # type: ignore[method-assign]
+        module.register_forward_pre_hook(lambda *_: self.running.append(path), prepend=True)
+        module.register_forward_hook(lambda *_: self.running.pop() and None)
+
+    @contextlib.contextmanager
+    def attributes(self) -> Iterator[None]:
+        """With every rank-dependent attribute at its per-rank value."""
+        before = []
+        for path, plan in self.plans.items():
+            for name, (_, local) in plan.attributes.items():
+                before.append(assign(self.model.get_submodule(path), name, local))
+        try:
+            yield
+        finally:
+            for restore in reversed(before):
+                restore()
+
+    def run(self, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int | None) -> None:
+        self.rank, self.at, self.running = rank, 0, []
+        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
+        self.model(*args, **kwargs)
+        if rank is not None and self.at < len(self.events):
+            path = self.events[self.at].path
+            raise _Departed(path, "is not reached, which it is in the whole model")
+
+    def _next(self, path: str) -> _Event:
+        if self.at >= len(self.events) or self.events[self.at].path != path:
+            raise _Departed(path, "is called in another order than in the whole model")
+        self.at += 1
+        return self.events[self.at - 1]
+
+    def _oracle(self, path: str, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
+        weight = next(p for p in module._parameters.values() if p is not None and p.dim() >= 2)
+
+        def forward(given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.rank is None:
+                if isinstance(module, nn.Embedding):
+                    width = weight.shape[1]
+                elif plan.transposed:
+                    width = weight.shape[1]
+                else:
+                    width = weight.shape[0]
+                made = (
+                    torch.randn(*given.shape, width)
+                    if isinstance(module, nn.Embedding)
+                    else (torch.randn(*given.shape[:-1], width))
+                )
+                self.events.append(_Event(path, given.clone(), made))
+                return made.clone()
+            event = self._next(path)
+            if plan.style == "rowwise":
+                each = event.given.size(-1) // self.tp
+                due = event.given.narrow(-1, self.rank * each, each)
+                _compare(path, due, given, "its input is not this rank's columns")
+                return event.made.clone()
+            _compare(path, event.given, given, "its input is not the whole model's")
+            if path not in self.columns:
+                return event.made.clone()
+            rows = self.layouts.get(path)
+            last = event.made.dim() - 1
+            if rows is None:
+                each = event.made.size(last) // self.tp
+                return event.made.narrow(last, self.rank * each, each).clone()
+            return Rows(last, rows.pieces).take(event.made, self.rank)
+
+        return forward
+
+    def _inner(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A module that computes on sharded columns or heads: the rank's part of the whole's."""
+
+        def forward(given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.rank is None:
+                made: torch.Tensor = original(given, *args, **kwargs)
+                self.events.append(_Event(path, given.clone(), made))
+                return made.clone()
+            event = self._next(path)
+            whole, made = event.given, event.made
+            if whole.shape == given.shape:
+                dim = made.dim() - 1
+            else:
+                dims = [d for d in range(whole.dim()) if whole.size(d) != given.size(d)]
+                if whole.dim() != given.dim() or len(dims) != 1:
+                    raise _Departed(path, f"its input has shape {tuple(given.shape)}")
+                dim = dims[0]
+                each = whole.size(dim) // self.tp
+                due = whole.narrow(dim, self.rank * each, each)
+                _compare(path, due, given, "its input is not this rank's part")
+            each = made.size(dim) // self.tp
+            return made.narrow(dim, self.rank * each, each).clone()
+
+        return forward
+
+    def _with_heads(self, plan: ModulePlan, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.rank is not None:
+                args, kwargs = own_heads(plan, self.rank, self.tp, args, kwargs)
+            return original(*args, **kwargs)
+
+        return forward
+
+
+def own_heads(
+    plan: ModulePlan, rank: int, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with each of ``plan.head_inputs`` cut to the heads of ``rank``.
+
+    A dimension of batch·heads holds the heads of one sample after the other.
+    """
+    for argument, dim in plan.head_inputs:
+        x = _taken(argument, args, kwargs)
+        if not isinstance(x, torch.Tensor) or x.size(dim) == 1:
+            continue
+        each = plan.heads // tp
+        if x.size(dim) % plan.heads:
+            raise ValueError(
+                f"{plan.path}: '{argument.name}' has {x.size(dim)} entries along dimension {dim}, "
+                f"not a multiple of {plan.heads} heads"
+            )
+        own = x.unflatten(dim, (-1, plan.heads)).narrow(dim + 1, rank * each, each)
+        value = own.flatten(dim, dim + 1)
+        if argument.name in kwargs:
+            kwargs = {**kwargs, argument.name: value}
+        elif argument.index is not None:
+            args = (*args[: argument.index], value, *args[argument.index + 1 :])
+    return args, kwargs
+
+
+def _taken(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if argument.name in kwargs:
+        return kwargs[argument.name]
+    if argument.index is not None and argument.index < len(args):
+        return args[argument.index]
+    return None
+
+
+def assign(module: nn.Module, name: str, value: int) -> Callable[[], None]:
+    """Set an attribute by its dotted name; what is on the way is copied, not shared.
+
+    Returns a function that undoes it.
+    """
+    first, _, rest = name.partition(".")
+    present = attribute(module, first)
+    if not rest:
+        object.__setattr__(module, first, value)
+    else:
+        twin: Any = copy.copy(present)
+        *path, leaf = rest.split(".")
+        inner = twin
+        for step in path:
+            setattr(inner, step, copy.copy(getattr(inner, step)))
+            inner = getattr(inner, step)
+        setattr(inner, leaf, value)
+        object.__setattr__(module, first, twin)
+    return lambda: object.__setattr__(module, first, present)
+
+
+def _compare(path: str, due: torch.Tensor, given: torch.Tensor, message: str) -> None:
+    if due.shape != given.shape:
+        shapes = f"shape {tuple(given.shape)}, not {tuple(due.shape)}"
+        raise _Departed(path, f"{message} ({shapes})")
+    if not given.is_floating_point():
+        if not torch.equal(due, given):
+            raise _Departed(path, message)
+        return
+    scale = float(due.abs().max()) if due.numel() else 0.0
+    if not torch.allclose(due, given, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True):
+        raise _Departed(path, message)
+
+
+def _stand_in(model: nn.Module, answering: set[str]) -> nn.Module:
+    """A copy in float32 whose answering modules have no weights, and the others random ones."""
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {}
+    for path, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in memo:
+                continue
+            if path in answering:
+                twin = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
+            else:
+                twin = torch.rand(parameter.shape, generator=generator) + 0.5
+            memo[id(parameter)] = nn.Parameter(twin, requires_grad=False)
+    for module in model.modules():
+        for table in (module._buffers, vars(module)):
+            for value in table.values():
+                if isinstance(value, torch.Tensor) and id(value) not in memo:
+                    memo[id(value)] = _stand_in_buffer(value, generator)
+    twin_model = copy.deepcopy(model, memo).eval()
+    for module in twin_model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.clear()
+    return twin_model
+
+
+def _stand_in_buffer(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if not value.is_meta:
+        copied = value.detach().cpu().clone()
+        return copied.float() if copied.is_floating_point() else copied
+    if value.is_floating_point():
+        return torch.rand(value.shape, generator=generator)
+    if value.dtype == torch.bool:
+        return torch.ones(value.shape, dtype=torch.bool)
+    last = value.shape[-1] if value.dim() else 1
+    return torch.arange(last, dtype=value.dtype).expand(value.shape).clone()

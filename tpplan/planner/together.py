@@ -1,0 +1,74 @@
+"""Row-parallel layers whose outputs the model only adds up: one reduction serves them all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tpplan.language import Rule
+from tpplan.planner.compiled import Element
+from tpplan.planner.complaints import Complaints
+from tpplan.planner.infer import KEEPING, VIEWS
+from tpplan.planner.trace import Trace
+
+_SUMS = frozenset({"add", "add_"})
+
+
+def reduced_together(
+    trace: Trace,
+    rules: Mapping[str, Rule],
+    elements: Mapping[str, Element],
+    complaints: Complaints,
+) -> dict[str, tuple[str, ...]]:
+    """Row-parallel layer -> the layers, in order of execution, that are reduced with it.
+
+    Those are the ones of one element with ``reduce: together``. The model must add their outputs
+    before it does anything else with them, which is checked.
+    """
+    groups: dict[str, list[str]] = {}
+    for call in trace.calls:
+        rule = rules.get(call.path)
+        if rule is None or rule.options.get("reduce") != "together":
+            continue
+        element = next((c.path for c in trace.ancestors(call.index) if c.path in elements), "")
+        members = groups.setdefault(element, [])
+        if call.path not in members:
+            members.append(call.path)
+    result: dict[str, tuple[str, ...]] = {}
+    for members in groups.values():
+        rule = rules[members[0]]
+        where = rule.option_positions.get("reduce", rule.position)
+        if len(members) < 2:
+            message = f"{members[0]}: reduce: there is no other such layer in its element"
+            complaints.say(message, where)
+        elif not _only_added(trace, members):
+            message = f"{', '.join(members)}: reduce: the model does more than add their outputs"
+            complaints.say(message, where, "leave 'reduce' out, each is reduced on its own then")
+        else:
+            result.update(dict.fromkeys(members, tuple(members)))
+    return result
+
+
+def _only_added(trace: Trace, members: list[str]) -> bool:
+    held: dict[int, frozenset[str]] = {}
+    everyone = frozenset(members)
+    for call in trace.calls:
+        if call.path in everyone and call.outputs:
+            held[call.outputs[0]] = frozenset([call.path])
+    complete = False
+    for op in trace.ops:
+        if trace.calls[op.call].path in everyone:
+            continue
+        met = [held[n] for n in op.inputs if n in held]
+        if not met:
+            continue
+        joined = frozenset().union(*met)
+        name = op.name.removeprefix("aten.").split(".")[0]
+        if not (name in _SUMS or name in KEEPING or name in VIEWS):
+            return False
+        if joined == everyone:
+            complete = True
+            for number in (*op.inputs, *op.outputs):
+                held.pop(number, None)
+        else:
+            held.update(dict.fromkeys(op.outputs, joined))
+    return complete
