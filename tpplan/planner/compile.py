@@ -25,7 +25,7 @@ from tpplan.planner.flow import follow
 from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import match
 from tpplan.planner.probe import probe_modules
-from tpplan.planner.replay import prove
+from tpplan.planner.replay import Failure, prove
 from tpplan.planner.shadow import call_for, shadow_of
 from tpplan.planner.styles import divisors, placement_in
 from tpplan.planner.together import reduced_together
@@ -310,7 +310,9 @@ class _Compiler:
         tokens = max((n for s in self.trace.shapes.values() for n in s[:2]), default=0)
         if tokens > _PROVABLE_TOKENS:
             return
-        failure = prove(self.model, self.module_plans(), self.layouts, self.columns, self.tp, call)
+        failure = self.failure(call)
+        if failure is not None and any(rows.shared() for rows in self.layouts.values()):
+            failure = self.with_group_sizes(call, failure)
         if failure is None:
             return
         message = f"the sharded regions are not proved: on rank {failure.rank} it {failure.message}"
@@ -323,6 +325,29 @@ class _Compiler:
             "are per rank ('attributes' of the attention style)"
         )
         self.complaints.about(self.rule_near(failure.path), [failure.path], message, hint)
+
+    def failure(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Failure | None:
+        plans = self.module_plans()
+        return prove(self.model, plans, self.layouts, self.columns, self.tp, call)
+
+    def with_group_sizes(
+        self, call: tuple[tuple[Any, ...], dict[str, Any]], failure: Failure
+    ) -> Failure | None:
+        """Find the attribute that holds how many query heads use one key-value head.
+
+        Where several ranks share a head that number is another one on each rank. An attribute
+        that no plan states is taken for it if it has its value and the regions are proved with it.
+        """
+        stated = self.attributes
+        for name, values in self.geometry.group_sizes(self.tp).items():
+            self.attributes = {
+                path: {**stated.get(path, {}), **({name: values[path]} if path in values else {})}
+                for path in {*stated, *values}
+            }
+            if self.failure(call) is None:
+                return None
+        self.attributes = stated
+        return failure
 
     def rule_near(self, path: str) -> Rule | None:
         """The rule of a module, or of the first one inside it."""

@@ -131,15 +131,13 @@ class Geometry:
         assert isinstance(packed, Mapping)
         names: Sequence[str] = packed["parts"]
         repeat = self._repeat(rule, path, packed.get("repeat", 1), known)
-        units = [_units(name, known, repeat) for name in names]
-        if any(n is None for n in units):
+        units = [n for n in (_units(name, known, repeat) for name in names) if n]
+        if len(units) < len(names):
             size = total // repeat // len(names)
             parts = [Part(name, size, size) for name in names]
         else:
-            width = total // repeat // max(sum(n for n in units if n), 1)
-            parts = [
-                Part(name, (n or 0) * width, n or 1) for name, n in zip(names, units, strict=True)
-            ]
+            width = total // repeat // sum(units)
+            parts = [Part(name, n * width, n) for name, n in zip(names, units, strict=True)]
         if sum(part.size for part in parts) * repeat != total:
             stated = ", ".join(f"{part.name} {part.size}" for part in parts)
             message = f"{path}: packed: {stated}, {repeat} times, are not its {total} outputs"
@@ -220,6 +218,27 @@ class Geometry:
                     continue
                 result.setdefault(path, {})[name] = (present, per_rank)
         return result
+
+
+    def group_sizes(self, tp: int) -> dict[str, dict[str, tuple[int, int]]]:
+        """Attributes that may hold the query heads of one key-value head.
+
+        Attribute name -> module path -> (present value, value per rank); only names that every
+        module with shared heads has.
+        """
+        found: dict[str, dict[str, tuple[int, int]]] = {}
+        grouped = 0
+        for path, known in self.groups.items():
+            whole, local = known.known(), known.known(tp)
+            if not known.heads or not known.kv_heads or known.kv_heads >= known.heads:
+                continue
+            grouped += 1
+            size = whole["heads"] // whole["kv_heads"]
+            for name, value in _integers(vars(self.model.get_submodule(path))).items():
+                if value == size:
+                    each = local["heads"] // local["kv_heads"]
+                    found.setdefault(name, {})[path] = (value, each)
+        return {name: paths for name, paths in found.items() if len(paths) == grouped}
 
 
 def attribute(module: nn.Module, name: str) -> object:

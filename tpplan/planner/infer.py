@@ -144,7 +144,8 @@ def head_views(trace: Trace, columns: set[str]) -> dict[str, list[tuple[int, int
             path, width = flat[number], trace.shapes[number][-1]
             for out in op.outputs:
                 shape = trace.shapes[out]
-                heads = _heads_of(shape, width) if name in VIEWS else ()
+                deeper = len(shape) - len(trace.shapes[number])
+                heads = _heads_of(shape, width, deeper) if name in VIEWS else ()
                 if len(heads) >= 2:
                     seen.setdefault(path, []).append((heads[0], math.prod(heads[1:])))
                 elif name in _CUTS or (
@@ -154,12 +155,18 @@ def head_views(trace: Trace, columns: set[str]) -> dict[str, list[tuple[int, int
     return seen
 
 
-def _heads_of(shape: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """The last dimensions of ``shape`` that ``width`` columns were split into."""
+def _heads_of(shape: tuple[int, ...], width: int, deeper: int) -> tuple[int, ...]:
+    """The last dimensions of ``shape`` that ``width`` columns were split into.
+
+    Args:
+        deeper: how many dimensions the view added; a single head shows in nothing else.
+    """
     count, product = 0, 1
     while product < width and count < len(shape):
         count += 1
         product *= shape[-count]
+    if product == width and count == 1 and deeper == 1 and shape[-2] == 1:
+        count = 2
     return shape[-count:] if product == width and count > 1 else ()
 
 
