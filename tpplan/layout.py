@@ -120,17 +120,23 @@ class MisfitError(ValueError):
     """Parts that cannot be shared out among that many ranks."""
 
 
-def rows_of(parts: Sequence[Part], repeat: int, tp: int, dim: int = 0) -> Rows:
+def rows_of(parts: Sequence[Part], repeat: int, tp: int, dim: int = 0, fixed: bool = False) -> Rows:
     """The rows of each rank, where ``repeat`` blocks of ``parts`` are stored one after the other.
 
     Whole blocks are dealt out while there are enough; then the heads of each block, and when there
     are fewer heads of a part than ranks, several ranks hold the same one: rank r of t holds head
     r·units // t.
 
+    Args:
+        fixed: the model's code counts on ``repeat`` blocks, so each rank gets as many, smaller ones.
+
     Raises:
         MisfitError: where neither number divides the other.
     """
     block = sum(part.size for part in parts)
+    if fixed and repeat > 1:
+        pieces = [_fixed_blocks(parts, repeat, tp, rank) for rank in range(tp)]
+        return Rows(dim, pieces)
     if repeat % tp == 0:
         rows = repeat // tp * block
         return Rows(dim, [[(r * rows, (r + 1) * rows)] for r in range(tp)])
@@ -148,6 +154,22 @@ def rows_of(parts: Sequence[Part], repeat: int, tp: int, dim: int = 0) -> Rows:
             start += part.size
         pieces.append(ranges)
     return Rows(dim, pieces)
+
+
+def _fixed_blocks(parts: Sequence[Part], repeat: int, tp: int, rank: int) -> list[Range]:
+    """The rank's heads, which follow each other, as ``repeat`` blocks of all parts."""
+    block = sum(part.size for part in parts)
+    ranges = []
+    for index in range(repeat):
+        start = (rank * repeat + index) // tp * block
+        for part in parts:
+            if part.units % tp:
+                raise MisfitError(f"tp {tp} does not divide the {part.units} of '{part.name}'")
+            rows = part.size // tp
+            first = start + (rank * repeat + index) % tp * rows
+            ranges.append((first, first + rows))
+            start += part.size
+    return ranges
 
 
 def _units(part: Part, index: int, ranks: int) -> Range:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -267,10 +268,11 @@ class _Compiler:
         calls = [c for c in self.trace.calls if c.path == path]
         given = {a.name: a for c in calls for names in c.arguments.values() for a in names}
         where = rule.option_positions.get("head_inputs", rule.position)
+        takes = list(inspect.signature(self.model.get_submodule(path).forward).parameters)
         for name in asked:
-            if name not in given:
-                known = f"it was given {', '.join(given)}"
-                self.complaints.say(f"{path}: was given no tensor named '{name}'", where, known)
+            if name not in given and name not in takes:
+                known = f"it takes {', '.join(takes)}"
+                self.complaints.say(f"{path}: has no argument '{name}'", where, known)
         if not self.geometry.groups[path].heads:
             hint = "state 'heads:' on this rule"
             self.complaints.say(f"{path}: its number of heads is not known", where, hint)

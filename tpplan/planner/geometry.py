@@ -116,8 +116,9 @@ class Geometry:
             self.wrong.append(Diagnostic(f"{path}: {option}: {error}", where))
             return None
 
-    def parts_of(self, path: str) -> tuple[list[Part], int]:
-        """The parts of a column-parallel layer, and how often they are repeated."""
+    def parts_of(self, path: str) -> tuple[list[Part], int, bool]:
+        """The parts of a column-parallel layer, how often they are repeated, and whether the
+        model's code counts on that number."""
         rule, module = self.rules[path], self.model.get_submodule(path)
         weight = module._parameters["weight"]
         assert weight is not None
@@ -127,7 +128,7 @@ class Geometry:
         if packed is None:
             views = self.seen.get(path, ())
             units = views[0][0] if views else total
-            return [Part(path.rpartition(".")[2], total, units)], 1
+            return [Part(path.rpartition(".")[2], total, units)], 1, False
         assert isinstance(packed, Mapping)
         names: Sequence[str] = packed["parts"]
         repeat = self._repeat(rule, path, packed.get("repeat", 1), known)
@@ -144,7 +145,7 @@ class Geometry:
             hint = f"what is known of its heads: {known.known() or 'nothing'}"
             where = rule.option_positions.get("packed", rule.position)
             self.wrong.append(Diagnostic(message, where, hint))
-        return parts, repeat
+        return parts, repeat, isinstance(packed.get("repeat"), int)
 
     def _repeat(self, rule: Rule, path: str, value: object, known: Heads) -> int:
         if isinstance(value, str) and value in known.known():
@@ -158,10 +159,10 @@ class Geometry:
         Raises:
             MisfitError: where ``tp`` does not fit; see ``fitting``.
         """
-        parts, repeat = self.parts_of(path)
+        parts, repeat, fixed = self.parts_of(path)
         known = self.groups[self.group_of(path)]
         dim = 1 if path in self.transposed else 0
-        rows = rows_of(parts, repeat, tp, dim)
+        rows = rows_of(parts, repeat, tp, dim, fixed)
         if rows.shared():
             # heads are shared where others divide: a rank without a query head of its own is idle
             most = max([part.units * repeat for part in parts] + [known.heads or 0])
@@ -218,7 +219,6 @@ class Geometry:
                     continue
                 result.setdefault(path, {})[name] = (present, per_rank)
         return result
-
 
     def group_sizes(self, tp: int) -> dict[str, dict[str, tuple[int, int]]]:
         """Attributes that may hold the query heads of one key-value head.

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tpplan.comm import Site, split
@@ -248,6 +250,22 @@ class SequenceParallel(Lowered):
         if stream.inside:
             return stream.to_global(out, length, dim)
         return join(out, dim, length, state.transition)
+
+
+class SequenceEmbedding(Lowered, nn.Embedding):
+    """The look-up inside an embedding of positions: of this rank's rows of the ids."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        state = self._tpplan
+        stream = state.stream
+        (weight,) = self._locals()
+        if not stream.sequence_parallel or stream.length is not None:
+            return F.embedding(input, weight, self.padding_idx)
+        dim, length = input.dim() - 1, input.size(-1)
+        own = F.embedding(split(input, dim, state.transition), weight, self.padding_idx)
+        if stream.inside:
+            return stream.to_global(own, length, dim)
+        return join(own, dim, length, state.transition)
 
 
 class Draws(Lowered):

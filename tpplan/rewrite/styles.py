@@ -24,6 +24,7 @@ from tpplan.rewrite.streams import (
     Draws,
     Element,
     HeadInputs,
+    SequenceEmbedding,
     SequenceParallel,
     summing_site,
 )
@@ -70,11 +71,11 @@ class PlannedStyle(ParallelStyle):
             module._parameters[leaf] = self.installed[entry.name]
         for name, (_, local) in self.plan.attributes.items():
             assign(module, name, local)
-        roles = roles_of(self.plan, module)
-        if roles:
+        roles, inner = roles_of(self.plan, module)
+        if roles or inner is not None:
             own = Own(module, self.plan.parameters, summed, summing_site(self.plan.path))
             state = State(self.plan, self.stream, own, self._transition(), self._entries())
-            lower(module, roles, state)
+            lower(module, roles, state, inner)
         return module
 
     def _transition(self) -> Transition:
@@ -113,8 +114,16 @@ def _text(plan: ModulePlan) -> str | None:
     return None if plan.rule is None else plan.rule.pattern.text
 
 
-def roles_of(plan: ModulePlan, module: nn.Module) -> list[type[Lowered]]:
-    """The classes a module takes on, the outermost first."""
+def roles_of(
+    plan: ModulePlan, module: nn.Module
+) -> tuple[list[type[Lowered]], type[Lowered] | None]:
+    """The classes a module takes on, the outermost first, and the one in torch's class's place.
+
+    An embedding whose class adds something to torch's (a scale, an offset of the positions) keeps
+    its own forward; only the look-up inside it is replaced.
+    """
+    derived = isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
+    inner: type[Lowered] | None = None
     roles: list[type[Lowered]] = []
     if plan.container:
         roles.append(Container)
@@ -127,16 +136,21 @@ def roles_of(plan: ModulePlan, module: nn.Module) -> list[type[Lowered]]:
     if plan.boundaries:
         roles.append(Boundary)
     if plan.style == "vocab":
-        roles.append(VocabEmbedding if isinstance(module, nn.Embedding) else VocabHead)
+        if derived:
+            inner = VocabEmbedding
+        else:
+            roles.append(VocabEmbedding if isinstance(module, nn.Embedding) else VocabHead)
     elif plan.style == "rowwise":
         roles.append(RowwiseTogether if plan.together else Rowwise)
     elif plan.projection:
         roles.append(Colwise)
     else:
         if plan.style == "sequence_parallel":
+            if derived:
+                return roles, SequenceEmbedding
             roles.append(SequenceParallel)
         if plan.style == "replicate" and plan.element is None:
             roles.append(Apart)
         if plan.parameters:
             roles.append(LocalParameters)
-    return roles
+    return roles, inner
