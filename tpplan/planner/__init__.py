@@ -9,6 +9,7 @@ from tpplan.planner.compiled import (
     KernelChoice,
     ModulePlan,
     ParameterPlan,
+    WidthNorm,
 )
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "KernelChoice",
     "ModulePlan",
     "ParameterPlan",
+    "WidthNorm",
     "compile_plan",
 ]

@@ -20,6 +20,7 @@ from tpplan.planner.compiled import (
     KernelChoice,
     ModulePlan,
     ParameterPlan,
+    WidthNorm,
 )
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import follow
@@ -168,11 +169,11 @@ class _Compiler:
         self.boundaries = infer.find_boundaries(self.trace, self.columns, heads, gathers)
         self.elements = infer.find_elements(self.trace, self.styles, self.plan.layers)
         self.together = reduced_together(
-            self.trace, self.matches.modules, self.elements, self.complaints
+            (self.trace, drawing), self.matches.modules, self.elements, self.complaints
         )
         self.lay_out()
         self.check_ties()
-        self.probed = probe_modules(self.model, self.styles, self.trace)
+        self.probed = probe_modules(self.model, self.styles, self.columns, self.trace)
         self.complaints.stop_if_any()
         self.flow = follow(
             self.trace,
@@ -432,6 +433,7 @@ class _Compiler:
                 boundaries=self.boundaries.get(path, ()),
                 element=self.elements.get(path),
                 transposed=path in self.transposed,
+                norm=self.width_norm(path),
                 projection=path in self.columns,
                 together=self.together.get(path, ()),
                 head_inputs=self.head_inputs.get(path, ()),
@@ -445,6 +447,13 @@ class _Compiler:
             if plan != ModulePlan(path=path, style=None):
                 plans[path] = plan
         return plans
+
+    def width_norm(self, path: str) -> WidthNorm | None:
+        finding = self.probed.get(path)
+        if self.styles.get(path) != "colwise" or finding is None or finding.kind != "rms_norm":
+            return None
+        (weight,) = (p for p in self.model.get_submodule(path).parameters())
+        return WidthNorm(int(weight.shape[0]), finding.eps, finding.offset)
 
     def heads_of(self, path: str) -> int:
         return self.geometry.groups[path].heads or 0 if path in self.head_inputs else 0

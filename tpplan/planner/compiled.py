@@ -85,6 +85,15 @@ class KernelChoice:
 
 
 @dataclass(frozen=True)
+class WidthNorm:
+    """An RMSNorm over a width that is sharded; ``offset``: its scale is stored less one."""
+
+    width: int
+    eps: float
+    offset: bool
+
+
+@dataclass(frozen=True)
 class ModulePlan:
     """What becomes of one module; a module without an entry is left exactly as it is.
 
@@ -94,6 +103,7 @@ class ModulePlan:
         parameters: names of its own parameters that become DTensors.
         projection: whether it is column-parallel and multiplies its input by its weight.
         transposed: whether its weight is stored (in, out).
+        norm: where it normalises over columns of which each rank holds a part.
         together: the row-parallel layers, in order of execution, whose sum is reduced once.
         head_inputs: arguments of which each rank takes its heads: (argument, dimension).
         heads: how many there are on all ranks.
@@ -111,6 +121,7 @@ class ModulePlan:
     element: Element | None = None
     projection: bool = False
     transposed: bool = False
+    norm: WidthNorm | None = None
     together: tuple[str, ...] = ()
     head_inputs: tuple[tuple[Argument, int], ...] = ()
     heads: int = 0

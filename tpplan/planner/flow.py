@@ -8,6 +8,7 @@ a part of the work, so its gradient must be summed over the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
@@ -77,6 +78,7 @@ class _Walk:
         self.weights: dict[int, frozenset[str]] = {
             number: frozenset([name]) for number, name in trace.parameters.items()
         }
+        self.constant: set[int] = set(trace.buffers)
         self.maker: dict[int, str] = {}
         self.trained: set[int] = set()
         self.entry = {
@@ -84,6 +86,8 @@ class _Walk:
         }
         # calls of replicated modules that are given the whole of the stream
         self.apart: set[int] = set()
+        # what column-parallel layers made of tokens without their batch
+        self.flat: set[int] = set()
 
     def _argument(self, call: Call, name: str) -> int | None:
         for number, arguments in call.arguments.items():
@@ -127,7 +131,7 @@ class _Walk:
         around = self._element_of(call)
         if around is not None and style == "rowwise" and given is not None:
             stream = self._argument(around, self.elements[around.path].argument.name)
-            if stream is None or not self._same_rows(given, stream):
+            if stream is None or not self._rows_of(given, stream):
                 self.flow.flattened.append(call.path)
         if around is not None and call.index in self.entry:
             if not self.entry[call.index] <= self.stream | self.region:
@@ -140,13 +144,16 @@ class _Walk:
             if number is not None:
                 self.stream.add(number)
 
-    def _same_rows(self, number: int, other: int) -> bool:
-        return self.trace.shapes[number][:-1] == self.trace.shapes[other][:-1]
+    def _rows_of(self, number: int, stream: int) -> bool:
+        """Whether a tensor has the rows of the stream, in its shape or without their batch."""
+        rows, whole = self.trace.shapes[number][:-1], self.trace.shapes[stream][:-1]
+        return rows == whole or (len(rows) == 1 and rows[0] == math.prod(whole))
 
     def leave(self, call: Call) -> None:
         style = self.styles.get(call.path)
         if style == "colwise":
             self.region.update(call.outputs)
+            self.flat.update(n for n in call.outputs if len(self.trace.shapes[n]) <= self.dim + 1)
         elif style in ("rowwise", "vocab"):
             self.region.difference_update(call.outputs)
             self.stream.difference_update(call.outputs)
@@ -173,7 +180,10 @@ class _Walk:
         region = any(n in self.region or n in entries for n in op.inputs)
         stream = not region and not apart and any(n in self.stream for n in op.inputs)
         weights = frozenset().union(*(self.weights.get(n, frozenset()) for n in op.inputs))
-        data = [n for n in op.inputs if n not in self.weights]
+        data = [n for n in op.inputs if n not in self.weights and n not in self.constant]
+        if not weights and not data:
+            self.constant.update(op.outputs)
+            return
         if weights and not data:
             for number in op.outputs:
                 self.weights[number] = weights
@@ -189,6 +199,7 @@ class _Walk:
         ]
         if region:
             self.region.update(op.outputs)
+            self.note_rows(op, around)
             if whole:
                 self.flow.torn.setdefault(around[0].path, self.maker.get(whole[0], ""))
         elif stream:
@@ -208,10 +219,28 @@ class _Walk:
             return
         name = op.name.removeprefix("aten.").split(".")[0]
         streams = [n for n in op.inputs if n in self.stream]
+        widths = {self.trace.shapes[n][-1:] for n in (*streams, *op.outputs)}
+        if name in VIEWS and len(widths) == 1:
+            return  # tokens without their batch, and back
         rows = {self.trace.shapes[n][: self.dim + 1] for n in streams}
         kept = {self.trace.shapes[n][: self.dim + 1] for n in op.outputs} == rows
         if not kept or not (op.pointwise or name in KEEPING or name in VIEWS):
             self.flow.along.setdefault(around[0].path, name)
+
+    def note_rows(self, op: Op, around: list[Call]) -> None:
+        """Among tokens without their batch, whose order is a rank's own, each is on its own."""
+        name = op.name.removeprefix("aten.").split(".")[0]
+        if any(c.path in self.columns or c.path in self.local for c in around):
+            return
+        flat = [
+            n
+            for n in op.inputs
+            if n in self.flat and not (op.pointwise or name in KEEPING or name in VIEWS)
+        ]
+        if flat and self.styles.get(around[0].path) != "rowwise":
+            self.flow.flattened.append(around[0].path)
+        if any(n in self.flat for n in op.inputs):
+            self.flat.update(op.outputs)
 
     def note_mixture(self, op: Op, data: list[int], around: list[Call]) -> None:
         if any(c.path in self.styles for c in around):

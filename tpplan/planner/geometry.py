@@ -132,7 +132,7 @@ class Geometry:
         assert isinstance(packed, Mapping)
         names: Sequence[str] = packed["parts"]
         repeat = self._repeat(rule, path, packed.get("repeat", 1), known)
-        units = [n for n in (_units(name, known, repeat) for name in names) if n]
+        units = [n for n in (_units(name, names, known, repeat) for name in names) if n]
         if len(units) < len(names):
             size = total // repeat // len(names)
             parts = [Part(name, size, size) for name in names]
@@ -249,9 +249,16 @@ def attribute(module: nn.Module, name: str) -> object:
     return value
 
 
-def _units(name: str, known: Heads, repeat: int) -> int | None:
-    count = known.heads if name in _QUERIES else known.kv_heads if name in _KEYS else None
-    return None if count is None or count % repeat else count // repeat
+def _units(name: str, names: Sequence[str], known: Heads, repeat: int) -> int | None:
+    """How many heads a part has in each block; parts q1 and q2 have half of the query heads each."""
+    kind = _kind(name)
+    count = known.heads if kind in _QUERIES else known.kv_heads if kind in _KEYS else None
+    blocks = repeat * sum(_kind(other) == kind for other in names)
+    return None if count is None or count % blocks else count // blocks
+
+
+def _kind(name: str) -> str:
+    return name.rstrip("0123456789")
 
 
 def _integers(values: Mapping[str, object]) -> dict[str, int]:

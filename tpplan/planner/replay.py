@@ -231,6 +231,7 @@ def own_heads(
         x = _taken(argument, args, kwargs)
         if not isinstance(x, torch.Tensor) or x.size(dim) == 1:
             continue
+        dim %= x.dim()
         each = plan.heads // tp
         if x.size(dim) % plan.heads:
             raise ValueError(

@@ -16,6 +16,7 @@ from tpplan.planner.replay import assign
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseTogether
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
+from tpplan.rewrite.norm import WidthNorm
 from tpplan.rewrite.parameters import Own
 from tpplan.rewrite.streams import (
     Apart,
@@ -34,6 +35,7 @@ from tpplan.rewrite.vocab import VocabEmbedding, VocabHead
 _REASONS: Mapping[str | None, tuple[str, str]] = {
     "rowwise": ("its partial outputs, summed", "gradient of its output"),
     "vocab": ("look-ups of each rank's rows, summed", "gradient of its output"),
+    "norm": ("sum of squares over the sharded width", "gradient of the sum of squares"),
     "head": ("logits, gathered", "gradient of the logits"),
 }
 _PASSING = ("a whole tensor where the stream is sharded", "gradient of a whole tensor")
@@ -81,6 +83,7 @@ class PlannedStyle(ParallelStyle):
     def _transition(self) -> Transition:
         plan, rule = self.plan, _text(self.plan)
         style = "head" if plan.style == "vocab" and plan.boundaries else plan.style
+        style = "norm" if plan.norm is not None else style
         forward, backward = _REASONS.get(style, _PASSING)
         return Transition(
             self.stream.group, Site(plan.path, forward, rule), Site(plan.path, backward, rule)
@@ -144,6 +147,8 @@ def roles_of(
         roles.append(RowwiseTogether if plan.together else Rowwise)
     elif plan.projection:
         roles.append(Colwise)
+    elif plan.norm is not None:
+        roles.append(WidthNorm)
     else:
         if plan.style == "sequence_parallel":
             if derived:
