@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from tpplan.compat import FakeTensorMode
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError, Position, Rule
 from tpplan.planner import attention, infer
-from tpplan.planner.compiled import CompiledPlan, KernelChoice, ModulePlan, ParameterPlan
+from tpplan.planner.compiled import CompiledPlan, Draws, KernelChoice, ModulePlan, ParameterPlan
 from tpplan.planner.flow import Flow, follow
 from tpplan.planner.match import Matches, fold, folded, match
 from tpplan.planner.probe import probe_modules
@@ -199,7 +199,6 @@ class _Compiler:
         call = call_for(self.model, inputs)
         self.trace = self.run(shadow.eval(), mode, call)
         drawing = self.run(shadow.train(), mode, call)
-        self.draws = {drawing.calls[op.call].path for op in drawing.ops if op.random}
 
         infer.require_called(self.trace, self.styles)
         heads = {
@@ -212,14 +211,15 @@ class _Compiler:
         self.columns = infer.follow_columns(self.trace, self.styles)
         self.geometry = self.columns.heads
         self.probed = probe_modules(self.model, self.styles, self.trace)
-        self.flow = follow(
-            self.trace,
+        findings = (
             self.styles,
             self.boundaries,
             self.elements,
             {path for path, finding in self.probed.items() if not finding.mixes},
             self.plan.sequence_dim,
         )
+        self.flow = follow(self.trace, *findings)
+        self.draws = follow(drawing, *findings, _dropouts(self.model)).draws
         self.check_stack()
         self.check_flow(self.flow)
         self.check_heads()
@@ -404,7 +404,7 @@ class _Compiler:
                 boundary=self.boundaries.get(path),
                 element=self.elements.get(path),
                 container=path in containers,
-                draws=path in self.draws or isinstance(module, nn.modules.dropout._DropoutNd),
+                draws=self.drawn(path),
                 attributes=FrozenMap(self.attributes.get(path)),
                 options=FrozenMap() if rule is None else rule.options,
                 kernel=self.kernel(path),
@@ -412,6 +412,15 @@ class _Compiler:
             if plan != ModulePlan(path=path, style=None):
                 plans[path] = plan
         return plans
+
+    def drawn(self, path: str) -> Draws | None:
+        """What the random numbers that a module draws in its own forward are for."""
+        kinds = self.draws.get(path, set())
+        partial = kinds & ({"region", "stream"} if self.sequence_parallel else {"region"})
+        if partial and kinds - partial:
+            return "mixed"
+        order: tuple[Draws, ...] = ("region", "stream", "whole")
+        return next((kind for kind in order if kind in kinds), None)
 
     def kernel(self, path: str) -> KernelChoice | None:
         finding = self.probed.get(path)
@@ -428,6 +437,11 @@ def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)] = (*names.get(id(parameter), ()), name)
     return names
+
+
+def _dropouts(model: nn.Module) -> set[str]:
+    kind = nn.modules.dropout._DropoutNd
+    return {path for path, module in model.named_modules() if isinstance(module, kind)}
 
 
 def _parents(path: str) -> Iterable[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch.distributed.tensor.placement_types import Placement
@@ -82,6 +83,12 @@ class KernelChoice:
     reason: str
 
 
+# What random numbers are drawn for: activations of a sharded region (columns, heads), the stream
+# (rows of its own on each rank under sequence parallelism), what every rank holds whole, or
+# several of these, of which some ask for masks that agree and some for masks that do not.
+Draws = Literal["region", "stream", "whole", "mixed"]
+
+
 @dataclass(frozen=True)
 class ModulePlan:
     """What becomes of one module; a module without an entry is left exactly as it is.
@@ -91,7 +98,7 @@ class ModulePlan:
             rewritten modules.
         parameters: names of its own parameters that become DTensors.
         container: whether the stream passes through it in its global form.
-        draws: whether it draws random numbers in training (dropout).
+        draws: what it draws random numbers for in training (dropout), None where it draws none.
         attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
         options: the rule's remaining options.
     """
@@ -103,7 +110,7 @@ class ModulePlan:
     boundary: Boundary | None = None
     element: Element | None = None
     container: bool = False
-    draws: bool = False
+    draws: Draws | None = None
     attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
     options: Mapping[str, object] = field(default_factory=FrozenMap)
     kernel: KernelChoice | None = None

@@ -33,6 +33,8 @@ class Flow:
         escaping: elements that give out more than the stream itself.
         foreign: boundaries in an element that are given something else than the stream.
         flattened: row-parallel layers whose output is not of the stream's shape.
+        draws: modules that draw random numbers in their own forward, and what for: "region",
+            "stream", "whole".
     """
 
     in_region: set[str] = field(default_factory=set)
@@ -48,6 +50,7 @@ class Flow:
     escaping: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     flattened: list[str] = field(default_factory=list)
+    draws: dict[str, set[str]] = field(default_factory=dict)
 
 
 class _Walk:
@@ -59,10 +62,11 @@ class _Walk:
         elements: Mapping[str, Element],
         local: Set[str],
         dim: int,
+        dropouts: Set[str],
     ) -> None:
         self.trace, self.styles = trace, styles
         self.boundaries, self.elements = boundaries, elements
-        self.local, self.dim = local, dim
+        self.local, self.dim, self.dropouts = local, dim, dropouts
         self.flow = Flow()
         self.region: set[int] = set()
         self.stream: set[int] = set()
@@ -71,6 +75,9 @@ class _Walk:
         }
         self.maker: dict[int, str] = {}
         self.trained: set[int] = set()
+        # tensors made of constants and noise alone: the ops that drew the noise, and what it met
+        self.noise: dict[int, frozenset[int]] = {}
+        self.met: dict[int, set[str]] = {}
         self.entry = {
             call.index: self._argument(call, boundaries[call.path].arguments[0].name)
             for call in trace.calls
@@ -102,7 +109,10 @@ class _Walk:
                 if call.last_op == index:
                     self.leave(call)
             if index < len(self.trace.ops):
-                self.step(self.trace.ops[index])
+                self.step(index, self.trace.ops[index])
+        for index, met in self.met.items():
+            path = self.trace.calls[self.trace.ops[index].call].path
+            self.flow.draws.setdefault(path, set()).update(met or {"whole"})
         return self.flow
 
     def enter(self, call: Call) -> None:
@@ -125,6 +135,9 @@ class _Walk:
             number = self._argument(call, self.elements[call.path].argument.name)
             if number is not None:
                 self.stream.add(number)
+        if call.path in self.dropouts and given is not None:
+            kind = "region" if given in self.region else "stream" if given in self.stream else ""
+            self.flow.draws.setdefault(call.path, set()).add(kind or "whole")
 
     def _same_rows(self, number: int, other: int) -> bool:
         return self.trace.shapes[number][:-1] == self.trace.shapes[other][:-1]
@@ -151,11 +164,12 @@ class _Walk:
         for number in call.outputs:
             self.maker.setdefault(number, call.path)
 
-    def step(self, op: Op) -> None:
+    def step(self, index: int, op: Op) -> None:
         around = list(self.trace.ancestors(op.call))
         entries = {self.entry[c.index] for c in around if c.index in self.entry}
         region = any(n in self.region or n in entries for n in op.inputs)
         stream = not region and any(n in self.stream for n in op.inputs)
+        self.note_noise(index, op, "region" if region else "stream" if stream else "whole")
         weights = frozenset().union(*(self.weights.get(n, frozenset()) for n in op.inputs))
         data = [n for n in op.inputs if n not in self.weights]
         if weights and not data:
@@ -186,6 +200,21 @@ class _Walk:
         if weights or any(n in self.trained for n in data):
             self.trained.update(op.outputs)
 
+    def note_noise(self, index: int, op: Op, kind: str) -> None:
+        """What random numbers are drawn for: where they are drawn by themselves, what they meet."""
+        inputs = [self.noise.get(n) for n in op.inputs]
+        noise = frozenset().union(*(n for n in inputs if n is not None))
+        if op.random:
+            self.met[index] = set()
+            noise |= {index}
+        if all(n is not None for n in inputs):
+            self.noise.update(dict.fromkeys(op.outputs, noise))
+            return
+        for drawn in noise:
+            self.met[drawn].add(kind)
+        for number in op.outputs:
+            self.noise.pop(number, None)  # written to
+
     def note_positions(self, op: Op, around: list[Call]) -> None:
         """An op on the stream in an element must act on each position by itself."""
         if any(c.path in self.local or c.path in self.boundaries for c in around):
@@ -213,11 +242,13 @@ def follow(
     elements: Mapping[str, Element],
     local: Set[str],
     dim: int,
+    dropouts: Set[str] = frozenset(),
 ) -> Flow:
     """Follow every tensor of ``trace`` through the sharded regions and the stream.
 
     Args:
         local: modules that were found to work on each position by itself.
         dim: the sequence dimension.
+        dropouts: modules that draw for their input, also where they drew nothing this time.
     """
-    return _Walk(trace, styles, boundaries, elements, local, dim).run()
+    return _Walk(trace, styles, boundaries, elements, local, dim, dropouts).run()

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.comm import Site, Stream, Transition
 from tpplan.planner import CompiledPlan, ModulePlan
+from tpplan.rewrite.draws import Draws
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.linear import Colwise, Rowwise
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
@@ -19,7 +20,6 @@ from tpplan.rewrite.parameters import Own
 from tpplan.rewrite.streams import (
     Boundary,
     Container,
-    Draws,
     Element,
     SequenceParallel,
     summing_site,
@@ -112,7 +112,7 @@ def roles_of(plan: ModulePlan, module: nn.Module) -> list[type[Lowered]]:
     roles: list[type[Lowered]] = []
     if plan.container:
         roles.append(Container)
-    if plan.draws:
+    if plan.draws is not None:
         roles.append(Draws)
     if plan.element is not None:
         roles.append(Element)
