@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+import tpplan
 from tests.compare import (
     Errors,
     Findings,
@@ -240,6 +241,46 @@ def parity_job(mesh: DeviceMesh, sp: bool, name: str, length: int) -> Errors:
     return found.errors
 
 
+def fused_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """The masks that scaled_dot_product_attention draws by itself."""
+    found = Findings()
+    model = sharded(Llama("sdpa"), mesh, sp)
+    attend = F.scaled_dot_product_attention
+    mine: Masks = []
+
+    def read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        # equal scores, and the identity for values: what comes out is the mask
+        shape = (*q.shape[:3], q.size(2))
+        one = torch.eye(q.size(2)).expand(shape)
+        mine.append(attend(q * 0, q * 0, one, dropout_p=options["dropout_p"]).detach())
+        return attend(q, k, v, **options)
+
+    with mock.patch.object(F, "scaled_dot_product_attention", read):
+        objective(model, token_ids(8, 16, 15))
+    everybody = gathered(mine, mesh)
+    for i, pieces in enumerate(zip(*everybody, strict=True)):
+        found.add(f"layer {i}", masks_errors("heads", list(pieces)))
+        kept = torch.cat(pieces) != 0
+        z = (kept.double().mean() - (1 - P)).item() / math.sqrt(P * (1 - P) / kept.numel())
+        found.add(f"layer {i}: kept of {kept.numel()}, z {z}", same(abs(z) < 4))
+    found.add("layers", same(len(mine) == 2))
+    return found.errors
+
+
+def group_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Data-parallel ranks may be seeded apart; those of one tp group stay together."""
+    found = Findings()
+    tp = mesh["tp"]
+    torch.manual_seed(20 + mesh["dp"].get_local_rank())
+    model = tpplan.parallelize(gpt(), "gpt", mesh, sequence_parallel=sp)
+    ids = token_ids(2, 13, 16)
+    losses = gathered(objective(model, ids).item(), tp)
+    found.add("within a group", same(len(set(losses)) == 1))
+    losses = gathered(losses[0], mesh["dp"])
+    found.add("across groups", same(len(set(losses)) == 2))
+    return found.errors
+
+
 def masks_errors(kind: str, pieces: Masks) -> Errors:
     if kind == "whole":
         return {"agree": same(all(torch.equal(p, pieces[0]) for p in pieces))}
@@ -433,6 +474,17 @@ def test_masks_put_together_make_an_unsharded_run(
 ) -> None:
     for length in (16, 13):
         assert beyond(ranks.run(tp, parity_job, sp, name, length)) == {}
+
+
+@SIZES
+@MODES
+def test_masks_inside_fused_attention(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert beyond(ranks.run(tp, fused_job, sp)) == {}
+
+
+@MODES
+def test_groups_may_be_seeded_apart(ranks: Ranks, sp: bool) -> None:
+    assert beyond(ranks.run("2x2", group_job, sp)) == {}
 
 
 @MODES
