@@ -9,6 +9,7 @@ parts only, and no sharing.)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,7 +78,7 @@ class Rows(Placement):  # type: ignore[misc]
     def shared(self) -> tuple[Range, ...]:
         """The ranges that more than one rank holds, in order."""
         marks = sorted({end for ranges in self.pieces for piece in ranges for end in piece})
-        cells = list(zip(marks[:-1], marks[1:], strict=True))
+        cells = list(itertools.pairwise(marks))
         held = [
             (cell, sum(self._holds(r, cell) for r in range(len(self.pieces)))) for cell in cells
         ]
@@ -109,7 +110,7 @@ def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a packed projection: ``size`` rows that are ``units`` heads (or rows) of equal size."""
+    """A part of a packed projection: ``size`` rows that are ``units`` heads of equal size."""
 
     name: str
     size: int
@@ -128,7 +129,7 @@ def rows_of(parts: Sequence[Part], repeat: int, tp: int, dim: int = 0, fixed: bo
     r·units // t.
 
     Args:
-        fixed: the model's code counts on ``repeat`` blocks, so each rank gets as many, smaller ones.
+        fixed: the model's code counts on ``repeat`` blocks: each rank gets as many, but smaller.
 
     Raises:
         MisfitError: where neither number divides the other.

@@ -17,6 +17,7 @@ from tpplan.planner import checks, infer
 from tpplan.planner.compiled import (
     Argument,
     CompiledPlan,
+    Draws,
     KernelChoice,
     ModulePlan,
     ParameterPlan,
@@ -153,7 +154,6 @@ class _Compiler:
         call = call_for(self.model, inputs)
         self.trace = self.run(shadow.eval(), mode, call)
         drawing = self.run(shadow.train(), mode, call)
-        self.draws = {drawing.calls[op.call].path for op in drawing.ops if op.random}
 
         infer.require_called(self.trace, self.styles)
         self.orient()
@@ -175,8 +175,7 @@ class _Compiler:
         self.check_ties()
         self.probed = probe_modules(self.model, self.styles, self.columns, self.trace)
         self.complaints.stop_if_any()
-        self.flow = follow(
-            self.trace,
+        findings = (
             self.matches.modules,
             self.columns,
             self.boundaries,
@@ -184,6 +183,8 @@ class _Compiler:
             {path for path, finding in self.probed.items() if not finding.mixes},
             self.plan.sequence_dim,
         )
+        self.flow = follow(self.trace, *findings)
+        self.draws = follow(drawing, *findings, _dropouts(self.model)).draws
         self.check_stack()
         checks.check_flow(self.flow, self.sequence_parallel, self.complaints)
         self.check_torn()
@@ -439,7 +440,7 @@ class _Compiler:
                 head_inputs=self.head_inputs.get(path, ()),
                 heads=self.heads_of(path),
                 container=path in containers,
-                draws=path in self.draws or isinstance(module, nn.modules.dropout._DropoutNd),
+                draws=self.drawn(path),
                 attributes=FrozenMap(self.attributes.get(path)),
                 options=FrozenMap() if rule is None else rule.options,
                 kernel=self.kernel(path),
@@ -458,6 +459,15 @@ class _Compiler:
     def heads_of(self, path: str) -> int:
         return self.geometry.groups[path].heads or 0 if path in self.head_inputs else 0
 
+    def drawn(self, path: str) -> Draws | None:
+        """What the random numbers that a module draws in its own forward are for."""
+        kinds = self.draws.get(path, set())
+        partial = kinds & ({"region", "stream"} if self.sequence_parallel else {"region"})
+        if partial and kinds - partial:
+            return "mixed"
+        order: tuple[Draws, ...] = ("region", "stream", "whole")
+        return next((kind for kind in order if kind in kinds), None)
+
     def kernel(self, path: str) -> KernelChoice | None:
         finding = self.probed.get(path)
         if finding is None or finding.kind is None:
@@ -473,6 +483,11 @@ def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)] = (*names.get(id(parameter), ()), name)
     return names
+
+
+def _dropouts(model: nn.Module) -> set[str]:
+    kind = nn.modules.dropout._DropoutNd
+    return {path for path, module in model.named_modules() if isinstance(module, kind)}
 
 
 def _parents(path: str) -> Iterable[str]:

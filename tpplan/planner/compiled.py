@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch.distributed.tensor.placement_types import Placement
@@ -84,6 +85,12 @@ class KernelChoice:
     reason: str
 
 
+# What random numbers are drawn for: activations of a sharded region (columns, heads), the stream
+# (rows of its own on each rank under sequence parallelism), what every rank holds whole, or
+# several of these, of which some ask for masks that agree and some for masks that do not.
+Draws = Literal["region", "stream", "whole", "mixed"]
+
+
 @dataclass(frozen=True)
 class WidthNorm:
     """An RMSNorm over a width that is sharded; ``offset``: its scale is stored less one."""
@@ -108,7 +115,7 @@ class ModulePlan:
         head_inputs: arguments of which each rank takes its heads: (argument, dimension).
         heads: how many there are on all ranks.
         container: whether the stream passes through it in its global form.
-        draws: whether it draws random numbers in training (dropout).
+        draws: what it draws random numbers for in training (dropout), None where it draws none.
         attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
         options: the rule's remaining options.
     """
@@ -126,7 +133,7 @@ class ModulePlan:
     head_inputs: tuple[tuple[Argument, int], ...] = ()
     heads: int = 0
     container: bool = False
-    draws: bool = False
+    draws: Draws | None = None
     attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
     options: Mapping[str, object] = field(default_factory=FrozenMap)
     kernel: KernelChoice | None = None

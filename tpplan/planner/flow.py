@@ -35,6 +35,8 @@ class Flow:
         escaping: elements that give out more than the stream itself.
         foreign: boundaries in an element that are given something else than the stream.
         flattened: row-parallel layers whose output is not of the stream's shape.
+        draws: modules that draw random numbers in their own forward, and what for: "region",
+            "stream", "whole".
     """
 
     in_region: set[str] = field(default_factory=set)
@@ -50,6 +52,7 @@ class Flow:
     escaping: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     flattened: list[str] = field(default_factory=list)
+    draws: dict[str, set[str]] = field(default_factory=dict)
 
 
 class _Walk:
@@ -62,6 +65,7 @@ class _Walk:
         elements: Mapping[str, Element],
         local: Set[str],
         dim: int,
+        dropouts: Set[str],
     ) -> None:
         self.trace, self.columns = trace, columns
         self.styles = {path: rule.style for path, rule in rules.items()}
@@ -71,7 +75,7 @@ class _Walk:
             if rule.style == "vocab" and rule.options.get("output") == "gather"
         }
         self.boundaries, self.elements = boundaries, elements
-        self.local, self.dim = local, dim
+        self.local, self.dim, self.dropouts = local, dim, dropouts
         self.flow = Flow()
         self.region: set[int] = set()
         self.stream: set[int] = set()
@@ -81,6 +85,9 @@ class _Walk:
         self.constant: set[int] = set(trace.buffers)
         self.maker: dict[int, str] = {}
         self.trained: set[int] = set()
+        # tensors made of constants and noise alone: the ops that drew the noise, and what it met
+        self.noise: dict[int, frozenset[int]] = {}
+        self.met: dict[int, set[str]] = {}
         self.entry = {
             call.index: self._entries(call) for call in trace.calls if call.path in boundaries
         }
@@ -118,7 +125,10 @@ class _Walk:
                 if call.last_op == index:
                     self.leave(call)
             if index < len(self.trace.ops):
-                self.step(self.trace.ops[index])
+                self.step(index, self.trace.ops[index])
+        for index, met in self.met.items():
+            path = self.trace.calls[self.trace.ops[index].call].path
+            self.flow.draws.setdefault(path, set()).update(met or {"whole"})
         return self.flow
 
     def enter(self, call: Call) -> None:
@@ -133,9 +143,9 @@ class _Walk:
             stream = self._argument(around, self.elements[around.path].argument.name)
             if stream is None or not self._rows_of(given, stream):
                 self.flow.flattened.append(call.path)
-        if around is not None and call.index in self.entry:
-            if not self.entry[call.index] <= self.stream | self.region:
-                self.flow.foreign.append(call.path)
+        entries = self.entry.get(call.index, set()) if around is not None else set()
+        if not entries <= self.stream | self.region:
+            self.flow.foreign.append(call.path)
         outside = around is None and given in self.stream
         if style == "replicate" and outside and given not in self.region:
             self.apart.add(call.index)
@@ -143,6 +153,9 @@ class _Walk:
             number = self._argument(call, self.elements[call.path].argument.name)
             if number is not None:
                 self.stream.add(number)
+        if call.path in self.dropouts and given is not None:
+            kind = "region" if given in self.region else "stream" if given in self.stream else ""
+            self.flow.draws.setdefault(call.path, set()).add(kind or "whole")
 
     def _rows_of(self, number: int, stream: int) -> bool:
         """Whether a tensor has the rows of the stream, in its shape or without their batch."""
@@ -173,12 +186,13 @@ class _Walk:
         for number in call.outputs:
             self.maker.setdefault(number, call.path)
 
-    def step(self, op: Op) -> None:
+    def step(self, index: int, op: Op) -> None:
         around = list(self.trace.ancestors(op.call))
         entries = {n for c in around for n in self.entry.get(c.index, ())}
         apart = any(c.index in self.apart for c in around)
         region = any(n in self.region or n in entries for n in op.inputs)
         stream = not region and not apart and any(n in self.stream for n in op.inputs)
+        self.note_noise(index, op, "region" if region else "stream" if stream else "whole")
         weights = frozenset().union(*(self.weights.get(n, frozenset()) for n in op.inputs))
         data = [n for n in op.inputs if n not in self.weights and n not in self.constant]
         if not weights and not data:
@@ -212,6 +226,21 @@ class _Walk:
                 self.note_mixture(op, data, around)
         if weights or any(n in self.trained for n in data):
             self.trained.update(op.outputs)
+
+    def note_noise(self, index: int, op: Op, kind: str) -> None:
+        """What random numbers are drawn for: where they are drawn by themselves, what they meet."""
+        inputs = [self.noise.get(n) for n in op.inputs]
+        noise = frozenset().union(*(n for n in inputs if n is not None))
+        if op.random:
+            self.met[index] = set()
+            noise |= {index}
+        if all(n is not None for n in inputs):
+            self.noise.update(dict.fromkeys(op.outputs, noise))
+            return
+        for drawn in noise:
+            self.met[drawn].add(kind)
+        for number in op.outputs:
+            self.noise.pop(number, None)  # written to
 
     def note_positions(self, op: Op, around: list[Call]) -> None:
         """An op on the stream in an element must act on each position by itself."""
@@ -259,6 +288,7 @@ def follow(
     elements: Mapping[str, Element],
     local: Set[str],
     dim: int,
+    dropouts: Set[str] = frozenset(),
 ) -> Flow:
     """Follow every tensor of ``trace`` through the sharded regions and the stream.
 
@@ -266,5 +296,6 @@ def follow(
         columns: the column-parallel projections.
         local: modules that were found to work on each position by itself.
         dim: the sequence dimension.
+        dropouts: modules that draw for their input, also where they drew nothing this time.
     """
-    return _Walk(trace, rules, columns, boundaries, elements, local, dim).run()
+    return _Walk(trace, rules, columns, boundaries, elements, local, dim, dropouts).run()

@@ -132,13 +132,13 @@ class Geometry:
         assert isinstance(packed, Mapping)
         names: Sequence[str] = packed["parts"]
         repeat = self._repeat(rule, path, packed.get("repeat", 1), known)
-        units = [n for n in (_units(name, names, known, repeat) for name in names) if n]
-        if len(units) < len(names):
+        counts = [n for n in (_units(name, names, known, repeat) for name in names) if n]
+        if len(counts) < len(names):
             size = total // repeat // len(names)
             parts = [Part(name, size, size) for name in names]
         else:
-            width = total // repeat // sum(units)
-            parts = [Part(name, n * width, n) for name, n in zip(names, units, strict=True)]
+            width = total // repeat // sum(counts)
+            parts = [Part(name, n * width, n) for name, n in zip(names, counts, strict=True)]
         if sum(part.size for part in parts) * repeat != total:
             stated = ", ".join(f"{part.name} {part.size}" for part in parts)
             message = f"{path}: packed: {stated}, {repeat} times, are not its {total} outputs"
@@ -250,7 +250,7 @@ def attribute(module: nn.Module, name: str) -> object:
 
 
 def _units(name: str, names: Sequence[str], known: Heads, repeat: int) -> int | None:
-    """How many heads a part has in each block; parts q1 and q2 have half of the query heads each."""
+    """How many heads a part has in each block; parts q1 and q2 have half of the heads each."""
     kind = _kind(name)
     count = known.heads if kind in _QUERIES else known.kv_heads if kind in _KEYS else None
     blocks = repeat * sum(_kind(other) == kind for other in names)

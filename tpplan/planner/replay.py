@@ -155,9 +155,7 @@ class _Replay:
 
         def forward(given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if self.rank is None:
-                if isinstance(module, nn.Embedding):
-                    width = weight.shape[1]
-                elif plan.transposed:
+                if isinstance(module, nn.Embedding) or plan.transposed:
                     width = weight.shape[1]
                 else:
                     width = weight.shape[0]

@@ -34,7 +34,9 @@ class State:
         transition: the sites of the collectives its style issues.
         entries: its boundaries, each shared with the modules that enter with the same tensor.
         members: rewritten modules inside it, found when first needed.
-        checked: whether its first batch was compared across the ranks.
+        checked: whether its first batch was compared across the ranks; checked_draws: and, in
+            training, their random state.
+        within_own: whether it was called while the rank drew from its own random sequence.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class State:
         self.entries = entries
         self.members: list[tuple[Lowered, Own]] | None = None
         self.checked = False
+        self.checked_draws = False
+        self.within_own = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         own, entries = copy.deepcopy((self.own, self.entries), memo)

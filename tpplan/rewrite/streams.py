@@ -16,6 +16,7 @@ from tpplan.comm.agreement import require_same_inputs
 from tpplan.comm.conjugates import join
 from tpplan.planner import Argument
 from tpplan.planner.replay import own_heads
+from tpplan.rewrite.draws import draws_in_training
 from tpplan.rewrite.lowered import Lowered
 from tpplan.rewrite.parameters import Own, make
 
@@ -85,10 +86,8 @@ class Container(Lowered):
                 "output_attentions: each rank computes the attention weights of its own heads "
                 "only; ask the unsharded model for them"
             )
-        if not state.checked and not torch.compiler.is_compiling():
-            site = Site(state.plan.path, "first batch, compared", phase="startup")
-            require_same_inputs((args, kwargs), stream.group, site)
-            state.checked = True
+        if not torch.compiler.is_compiling():
+            self._check((args, kwargs))
         _prepare(self, summed_only=True)
         with stream.entered():
             out = super().forward(*args, **kwargs)
@@ -97,6 +96,19 @@ class Container(Lowered):
         ):
             return out
         return _converted(out, self._whole)
+
+    def _check(self, inputs: Any) -> None:
+        """Compare the ranks' first batch, and where the first random numbers are drawn from."""
+        state = self._tpplan
+        draws = False
+        if self.training and not state.checked_draws:
+            draws = state.checked_draws = draws_in_training(self)
+        if state.checked and not draws:
+            return
+        site = Site(state.plan.path, "first batch, compared", phase="startup")
+        randomness = state.stream.randomness if draws else None
+        require_same_inputs(inputs, state.stream.group, site, randomness)
+        state.checked = True
 
     def _whole(self, x: DTensor) -> torch.Tensor:
         state = self._tpplan
@@ -266,15 +278,3 @@ class SequenceEmbedding(Lowered, nn.Embedding):
         if stream.inside:
             return stream.to_global(own, length, dim)
         return join(own, dim, length, state.transition)
-
-
-class Draws(Lowered):
-    """Draws random numbers in training, which is refused: the masks would not fit together."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and getattr(self, "p", 1.0) > 0:
-            raise RuntimeError(
-                f"{self._tpplan.plan.path}: dropout with p > 0 is not supported in training under "
-                "tensor parallelism yet; set p to 0 before tpplan.parallelize, or call model.eval()"
-            )
-        return super().forward(*args, **kwargs)

@@ -13,6 +13,7 @@ from tpplan.comm import Site, Stream, Transition
 from tpplan.comm.rows import distributed
 from tpplan.planner import CompiledPlan, ModulePlan
 from tpplan.planner.replay import assign
+from tpplan.rewrite.draws import Draws
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseTogether
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
@@ -22,7 +23,6 @@ from tpplan.rewrite.streams import (
     Apart,
     Boundary,
     Container,
-    Draws,
     Element,
     HeadInputs,
     SequenceEmbedding,
@@ -93,7 +93,7 @@ class PlannedStyle(ParallelStyle):
         return tuple(self._entry(boundary) for boundary in self.plan.boundaries)
 
     def _entry(self, boundary: planner.Boundary) -> Entry:
-        key = (boundary.number, *boundary.shared)
+        key: tuple[int | str, ...] = (boundary.number, *boundary.shared)
         if key not in self.entries:
             consumers = [
                 consumer
@@ -130,7 +130,7 @@ def roles_of(
     roles: list[type[Lowered]] = []
     if plan.container:
         roles.append(Container)
-    if plan.draws:
+    if plan.draws is not None:
         roles.append(Draws)
     if plan.element is not None:
         roles.append(Element)
