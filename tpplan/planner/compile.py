@@ -128,7 +128,7 @@ class _Compiler:
         """Where a parameter goes, by any of its names."""
         own = self.matches.parameters.get(parameter)
         if own is not None:
-            return Shard(0) if own.style == "colwise" else Replicate()
+            return Replicate() if own.style == "replicate" else Shard(0)
         owner, leaf = self.owner(parameter), parameter.rpartition(".")[2]
         style = self.styles.get(owner)
         if style is None:
@@ -155,7 +155,13 @@ class _Compiler:
         self.trace = self.run(shadow.eval(), mode, call)
         drawing = self.run(shadow.train(), mode, call)
 
-        infer.require_called(self.trace, self.styles)
+        tied = {
+            name.rpartition(".")[0]
+            for names in self.names.values()
+            if len(names) > 1
+            for name in names
+        }
+        infer.require_called(self.trace, self.styles, tied)
         self.orient()
         heads = {
             path
@@ -212,9 +218,10 @@ class _Compiler:
     def orient(self) -> None:
         """Which sharded layers are projections, and how their weights are stored."""
         self.columns: set[str] = set()
+        called = {call.path for call in self.trace.calls}
         refused = {}
         for path, rule in self.matches.modules.items():
-            if rule.style not in ("colwise", "rowwise"):
+            if rule.style not in ("colwise", "rowwise") or path not in called:
                 continue
             found = infer.orientation(self.trace, path)
             stated = rule.options.get("transposed")

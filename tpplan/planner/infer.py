@@ -6,7 +6,7 @@ of the layer stack are, how many heads a projection has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from tpplan.language import Diagnostic, Pattern, PlanError
 from tpplan.planner.compiled import Argument, Boundary, Element
@@ -169,11 +169,17 @@ def _heads_of(shape: tuple[int, ...], width: int, deeper: int) -> tuple[int, ...
     return shape[-count:] if product == width and count > 1 else ()
 
 
-def require_called(trace: Trace, styles: Mapping[str, str]) -> None:
-    """Refuse what cannot be inferred: a sharded module that the traced forward never called."""
+def require_called(trace: Trace, styles: Mapping[str, str], tied: Set[str]) -> None:
+    """Refuse what cannot be inferred: a sharded module that the traced forward never called.
+
+    Args:
+        tied: modules that share their parameters with others, and may only hold them.
+    """
     called = {c.path for c in trace.calls}
     silent = [
-        p for p, s in styles.items() if s in ("colwise", "rowwise", "vocab") and p not in called
+        p
+        for p, s in styles.items()
+        if s in ("colwise", "rowwise", "vocab") and p not in called and p not in tied
     ]
     if silent:
         message = f"{silent[0]} was not called in the forward pass that was traced"

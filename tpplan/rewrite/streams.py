@@ -235,8 +235,10 @@ class Apart(Lowered):
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
-        if state.stream.length is None and state.stream.is_sharded(input):
-            input = state.stream.whole(input, state.transition)
+        if isinstance(input, DTensor) and state.stream.length is None:
+            sharded = state.stream.is_sharded(input) and input.dim() > state.stream.dim + 1
+            whole = state.stream.whole(input, state.transition) if sharded else None
+            input = input.full_tensor() if whole is None else whole
         return super().forward(input, *args, **kwargs)
 
 
