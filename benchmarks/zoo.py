@@ -90,6 +90,7 @@ _LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "head_dim"), 16)
 _LATENT |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
 
 _OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
@@ -104,6 +105,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "per_layer_config": {2: {"num_attention_heads": 8, "num_key_value_heads": 8, **_LATENT}}
     },
     "falcon_h1": {"mamba_d_ssm": 128},
+    "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -114,6 +116,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
@@ -130,6 +134,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {
         "is_decoder": True,
         "attn_layers": ["local", "lsh"],
