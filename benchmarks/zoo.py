@@ -376,9 +376,10 @@ def makers(names: Sequence[str] = ()) -> dict[str, Maker]:
     found |= {f"{name} ({OTHERS[name][0]})": partial(other, name) for name in OTHERS}
     if not names:
         return found
-    return {
-        name: make for name, make in found.items() if name in names or name.split(" (")[0] in names
-    }
+    unknown = {*names} - {*CAUSAL, *VARIANTS, *OTHERS}
+    if unknown:
+        raise SystemExit(f"neither types, variants nor others: {', '.join(sorted(unknown))}")
+    return {name: make for name, make in found.items() if name.split(" (")[0] in names}
 
 
 def report(make: Maker) -> list[str]:
