@@ -201,14 +201,15 @@ class _Reader:
         for path, module in self.modules.items():
             if path in styles or next(module.children(), None) is not None:
                 continue
-            size = _vector(module)
             region = next((a for a in _ancestors(path) if a in regions), None)
+            outside = _parent(path) in around
             if region is not None:
+                size = _vector(module)
                 if size is not None:
                     styles[path] = "colwise" if size in self.gathered(region) else "replicate"
-            elif _parent(path) in around and _is_embedding(module, width):
+            elif (outside or _layer(path) in layers) and _is_norm(module, width):
                 styles[path] = "sequence_parallel"
-            elif (_layer(path) in layers or _parent(path) in around) and _is_norm(module, width):
+            elif outside and _is_embedding(module, width):
                 styles[path] = "sequence_parallel"
 
     def gathered(self, region: str) -> set[int]:
