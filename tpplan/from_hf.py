@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -95,10 +96,9 @@ class _Reader:
         The plan is the model's own, or that of the models in it.
         """
         said: dict[str, str] = {}
-        for path, module in self.modules.items():
-            own = getattr(module, "_tp_plan", None)
-            for pattern, style in own.items() if isinstance(own, Mapping) else ():
-                said.setdefault(f"{path}.{pattern}" if path else pattern, style)
+        for path, module in self.outermost(lambda module: bool(_plan_of(module))):
+            prefix = f"{path}." if path else ""
+            said |= {prefix + pattern: style for pattern, style in (_plan_of(module) or {}).items()}
         entries = []
         for text, style in sorted(said.items(), key=lambda item: "*" not in item[0]):
             try:
@@ -110,6 +110,11 @@ class _Reader:
                 entries.append(_Entry(text, style, paths))
         return entries
 
+    def outermost(self, is_meant: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+        """The modules that are meant, without those inside others of them."""
+        meant = {path: module for path, module in self.modules.items() if is_meant(module)}
+        return [(p, m) for p, m in meant.items() if not any(a in meant for a in _ancestors(p))]
+
     def named(self, pattern: Pattern) -> tuple[str, ...]:
         """The modules that a pattern names, or else the parameters."""
         modules = tuple(path for path in self.modules if pattern.matches(path))
@@ -118,13 +123,12 @@ class _Reader:
     def embedding_and_head(self) -> tuple[str, ...]:
         """Where the token embedding and the head are."""
         found: list[nn.Module] = []
-        for module in self.modules.values():
-            if not isinstance(getattr(module, "_tp_plan", None), Mapping):
-                continue
+        # the models inside may embed something else than tokens
+        for _, module in self.outermost(lambda module: _plan_of(module) is not None):
             for getter in ("get_input_embeddings", "get_output_embeddings"):
                 with contextlib.suppress(AttributeError, NotImplementedError):
                     found.append(getattr(module, getter)())
-            break  # the models in it may have embeddings of something else than tokens
+        found = [end for end in found if isinstance(end, nn.Embedding | nn.Linear)]
         return tuple(p for p, m in self.modules.items() if any(m is end for end in found))
 
     def refuse(self) -> None:
@@ -147,7 +151,8 @@ class _Reader:
                 unknown.setdefault(entry.style, []).extend(paths)
         problems = []
         if experts:
-            message = f"{fold(experts)}: experts of a mixture are not supported by this version"
+            outer = [p for p in experts if not any(a in experts for a in _ancestors(p))]
+            message = f"{fold(outer)}: experts of a mixture are not supported by this version"
             hint = "a plan of your own can leave them whole on every rank, with 'replicate'"
             problems.append(Diagnostic(message, hint=hint))
         for style, paths in unknown.items():
@@ -190,27 +195,32 @@ class _Reader:
 
     def complete(self, styles: dict[str, Style]) -> None:
         """Add norms and position embeddings: those on the stream, and those in sharded regions."""
-        outputs = (self.modules.get(p) for p, style in styles.items() if _name(style) == "rowwise")
-        widths = Counter(getattr(module, "out_features", None) for module in outputs)
-        width = widths.most_common(1)[0][0] if widths else None
-        layers = {_layer(path) for path, style in styles.items() if _name(style) in _SHARDED}
-        layers = layers - {""} or {""}
+        sharded = {p: _name(style) for p, style in styles.items() if _name(style) in _SHARDED}
+        rows = [self.modules.get(path) for path, style in sharded.items() if style == "rowwise"]
+        widths = Counter(getattr(module, "out_features", 0) for module in rows)
+        width = widths.most_common(1)[0][0] if widths else 0
+        layers = {_layer(path) for path in sharded} - {""} or {""}
         around = {ancestor for layer in layers for ancestor in _ancestors(layer)}
-        regions = {_parent(path) for path, style in styles.items() if _name(style) == "colwise"}
+        regions = {_parent(path) for path, style in sharded.items() if style == "colwise"}
         regions -= layers | around
-        for path, module in self.modules.items():
-            if path in styles or next(module.children(), None) is not None:
-                continue
+
+        def style_of(path: str, module: nn.Module) -> Style | None:
             region = next((a for a in _ancestors(path) if a in regions), None)
+            size = _vector(module)
+            if region is not None and size is not None:
+                return "colwise" if size in self.gathered(region) else "replicate"
             outside = _parent(path) in around
-            if region is not None:
-                size = _vector(module)
-                if size is not None:
-                    styles[path] = "colwise" if size in self.gathered(region) else "replicate"
-            elif (outside or _layer(path) in layers) and _is_norm(module, width):
-                styles[path] = "sequence_parallel"
-            elif outside and _is_embedding(module, width):
-                styles[path] = "sequence_parallel"
+            if region is not None or not (outside or _layer(path) in layers):
+                return None
+            positions = isinstance(module, nn.Embedding) and module.embedding_dim == width
+            on_stream = size == width or (outside and positions) or _normalizes(module, width)
+            return "sequence_parallel" if on_stream else None
+
+        for path, module in self.modules.items():
+            if path not in styles and next(module.children(), None) is None:
+                style = style_of(path, module)
+                if style is not None:
+                    styles[path] = style
 
     def gathered(self, region: str) -> set[int]:
         """The widths of what is gathered in a module of transformers' and stays sharded here."""
@@ -232,6 +242,12 @@ class _Reader:
             whole = self.named(Pattern(pattern)) == tuple(paths)
             rules.update(dict.fromkeys([pattern] if whole else paths, styles[paths[0]]))
         return rules
+
+
+def _plan_of(module: nn.Module) -> Mapping[str, str] | None:
+    """What transformers keeps of its plan on each of its models; None on other modules."""
+    plan = getattr(module, "_tp_plan", None)
+    return plan if isinstance(plan, Mapping) else None
 
 
 def _name(style: Style) -> str:
@@ -261,23 +277,14 @@ def _vector(module: nn.Module) -> int | None:
     return shape[0] if len(shape) == 1 else None
 
 
-def _is_embedding(module: nn.Module, width: int | None) -> bool:
-    return isinstance(module, nn.Embedding) and module.embedding_dim == width
-
-
-def _is_norm(module: nn.Module, width: int | None) -> bool:
-    """Whether a module is a norm: by its parameters, or where it has none by what it does.
-
-    A norm without parameters does not care about the scale of what it is given.
-    """
-    if next(module.parameters(), None) is not None:
-        return width is not None and _vector(module) == width
-    if width is None or next(module.buffers(), None) is not None:
+def _normalizes(module: nn.Module, width: int) -> bool:
+    """Whether a module without parameters is a norm: it does not care about its input's scale."""
+    if not width or next(chain(module.parameters(), module.buffers()), None) is not None:
         return False
     x = torch.linspace(-1.0, 2.0, 2 * width, device="cpu").reshape(1, 2, width)
     try:
         with torch.no_grad():
             once, again = (copy.deepcopy(module).eval()(scale * x) for scale in (1.0, 4.0))
             return once.shape == x.shape and torch.allclose(once, again, atol=1e-3)
-    except Exception:  # of whoever wrote it: it does not take one tensor
+    except Exception:  # whatever a module raises that does not take one tensor
         return False
