@@ -17,6 +17,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from tpplan.api import shipped_plans
 from tpplan.language import Diagnostic, Pattern, PatternError, Plan, PlanError, parse_mapping
 from tpplan.planner.match import fold, folded
 
@@ -25,10 +26,11 @@ Style = str | dict[str, object]
 # The style in transformers -> the style here. A layer whose output transformers gathers at once
 # ("colwise_gather_output") is sharded here only where a layer that splits it again follows: the
 # two are a column-parallel and a row-parallel layer, with one collective instead of two.
+_GATED: Style = {"style": "colwise", "packed": ["gate", "up"]}
 _STYLES: Mapping[str, Style] = {
     "colwise": "colwise",
     "rowwise": "rowwise",
-    "packed_colwise": {"style": "colwise", "packed": ["gate", "up"]},
+    "packed_colwise": _GATED,
     "embedding_rowwise": "vocab",
     "sequence_parallel": "sequence_parallel",
     "replicate": "replicate",
@@ -133,14 +135,13 @@ class _Reader:
 
     def refuse(self) -> None:
         """Raise where the plan shards no layers of this model, or cannot be followed."""
-        own = "write a plan for it, or see 'tpplan list' for one to start from"
         if not self.entries:
             message = f"{self.who} carries no tensor-parallel plan of transformers"
-            raise PlanError([Diagnostic(message, hint=own)])
+            raise PlanError([Diagnostic(message, hint=self.instead())])
         if all(path in self.ends for entry in self.entries for path in entry.paths):
             named = ", ".join(entry.pattern for entry in self.entries)
             message = f"the transformers plan of {self.who} shards no layer, only {named}"
-            raise PlanError([Diagnostic(message, hint=own)])
+            raise PlanError([Diagnostic(message, hint=self.instead())])
         experts: list[str] = []
         unknown: dict[str, list[str]] = {}
         for entry in self.entries:
@@ -158,9 +159,16 @@ class _Reader:
         for style, paths in unknown.items():
             if paths:
                 message = f"{fold(paths)}: nothing in tpplan is like transformers' '{style}'"
-                problems.append(Diagnostic(message, hint=own))
+                problems.append(Diagnostic(message, hint=self.instead()))
         if problems:
             raise PlanError(problems)
+
+    def instead(self) -> str:
+        """What to do without the plan of transformers."""
+        shipped = [plan.name for plan in shipped_plans() if self.who in plan.models]
+        if shipped:
+            return f"tpplan has a plan for it: '{shipped[0]}'"
+        return "write a plan for it; 'tpplan list' shows those to start from"
 
     def of_experts(self, entry: _Entry) -> bool:
         """Whether an entry speaks of experts: by its style, or of the weights of them all."""
@@ -174,14 +182,15 @@ class _Reader:
 
     def translated(self) -> dict[str, Style]:
         """Path -> style, of everything that the plan of transformers names."""
-        pairs = self.paired()
+        pairs, gated = self.paired(), self.gated()
         styles: dict[str, Style] = {}
         for entry in self.entries:
             for path in entry.paths:
                 if entry.style in _STYLES:
                     styles[path] = _STYLES[entry.style]
                 elif entry.style in _GATHERING | _SPLITTING:
-                    sharded = "colwise" if entry.style in _GATHERING else "rowwise"
+                    split = entry.style in _SPLITTING
+                    sharded = "rowwise" if split else _GATED if path in gated else "colwise"
                     styles[path] = sharded if _parent(path) in pairs else "replicate"
         styles.update(dict.fromkeys(self.ends, "vocab"))
         return styles
@@ -190,6 +199,18 @@ class _Reader:
         """Modules that gather the output of some layers, and split the input of others."""
         gathering = {_parent(path) for path in self.of_styles(_GATHERING)}
         return gathering & {_parent(path) for path in self.of_styles(_SPLITTING)}
+
+    def gated(self) -> set[str]:
+        """Layers whose gathered output is halved before a layer that splits its input takes it."""
+        inputs = {
+            _parent(path): getattr(self.modules.get(path), "in_features", 0)
+            for path in self.of_styles(_SPLITTING)
+        }
+        outputs = {
+            path: getattr(self.modules.get(path), "out_features", 0)
+            for path in self.of_styles(_GATHERING)
+        }
+        return {p for p, width in outputs.items() if 0 < width == 2 * inputs.get(_parent(p), 0)}
 
     # --- what it leaves out
 
