@@ -11,7 +11,7 @@ from torch import nn
 import tpplan
 from tests.gpt import GPT
 from tests.models import FAMILIES, hf
-from tpplan.verify import verify
+from tpplan.proof import verify
 
 PLAIN = (*FAMILIES, "Gemma2", "Cohere", "Olmo", "Olmo2", "Glm", "NanoChat", "GPTNeoX", "Phi")
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from tpplan.comm import chunk
 from tpplan.compat import simulate
 from tpplan.planner import CompiledPlan
+from tpplan.proof.ranks import Reference, backward, gradient_errors, relative, results, whole
 from tpplan.rewrite import apply
-from tpplan.verify.ranks import Reference, backward, gradient_errors, relative, results, whole
 
 _SUSPECT = 1e-4
 
