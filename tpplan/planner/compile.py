@@ -29,12 +29,10 @@ from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import match
 from tpplan.planner.probe import probe_modules
 from tpplan.planner.replay import Failure, prove
-from tpplan.planner.shadow import call_for, shadow_of
+from tpplan.planner.shadow import call_for, shadow_of, shortened
 from tpplan.planner.styles import divisors, placement_in
 from tpplan.planner.together import reduced_together
 from tpplan.planner.trace import Trace, record
-
-_PROVABLE_TOKENS = 2**14
 
 
 def compile_plan(
@@ -318,9 +316,7 @@ class _Compiler:
 
     def check_regions(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """Replay the sharded regions on random numbers."""
-        tokens = max((n for s in self.trace.shapes.values() for n in s[:2]), default=0)
-        if tokens > _PROVABLE_TOKENS:
-            return
+        call = shortened(call)
         failure = self.failure(call)
         if failure is not None and any(rows.shared() for rows in self.layouts.values()):
             failure = self.with_group_sizes(call, failure)
@@ -339,7 +335,8 @@ class _Compiler:
 
     def failure(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Failure | None:
         plans = self.module_plans()
-        return prove(self.model, plans, self.layouts, self.columns, self.tp, call)
+        bare = {name for name, r in self.matches.parameters.items() if r.style != "replicate"}
+        return prove(self.model, plans, self.layouts, self.columns, bare, self.tp, call)
 
     def with_group_sizes(
         self, call: tuple[tuple[Any, ...], dict[str, Any]], failure: Failure
