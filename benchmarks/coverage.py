@@ -94,7 +94,8 @@ def reason_of(error: BaseException) -> str:
     known = isinstance(error, tpplan.PlanError | tpplan.VerificationError)
     while not known and error.__cause__ is not None:
         error = error.__cause__
-    line = next(iter(str(error).strip().splitlines()), "").strip().removeprefix("error: ")
+    line = next(iter(str(error).strip().splitlines()), "").strip()
+    line = line.split("error: ", 1)[-1] if known else line  # without its position in the plan
     text = (line if known else f"{type(error).__name__}: {line}").replace("|", "/")
     return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"
 
@@ -125,9 +126,11 @@ def examine(name: str, make: zoo.Maker, tp: int) -> Row:
     try:
         plan = plan_for(model)
     except Exception as error:
-        return failed(name, reason_of(error), "none", support)
+        reason = reason_of(error).replace(type(model).__name__, "the model")
+        return failed(name, reason, "none", support)
     attempt = partial(_attempt, make, plan, tp, zoo.example(model))
-    return Row(name, plan.name, support, {mode: attempt(sp) for mode, sp in MODES.items()})
+    label = "transformers" if plan.path is None else plan.name
+    return Row(name, label, support, {mode: attempt(sp) for mode, sp in MODES.items()})
 
 
 def _attempt(
