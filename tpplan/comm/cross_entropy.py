@@ -91,7 +91,7 @@ def cross_entropy(
         loss = loss.sum()
     # autocast would have run the whole of it in float32
     autocast = torch.is_autocast_enabled(logits.device.type)
-    return loss if low and autocast else loss.to(logits.dtype)
+    return loss if low and autocast else loss.to(logits.dtype)  # type: ignore[no-any-return]
 
 
 def _require_classes(target: torch.Tensor, ignored: torch.Tensor, classes: int) -> None:

@@ -35,7 +35,7 @@ class Origin:
     __slots__ = ("classes", "output", "scored", "stream", "transition")
 
     def __init__(
-        self, stream: Stream, transition: Transition, classes: int, output: str | None
+        self, stream: Stream, transition: Transition, classes: int, output: object
     ) -> None:
         self.stream, self.transition = stream, transition
         self.classes, self.output = classes, output
@@ -83,9 +83,7 @@ class Logits(DTensor):
     _tpplan_origin: Origin
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.cross_entropy:

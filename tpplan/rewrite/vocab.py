@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
 from tpplan.comm import chunk, join, reduce_out, scatter_out
 from tpplan.rewrite.logits import Origin
 from tpplan.rewrite.lowered import Lowered
