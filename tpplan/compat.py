@@ -189,7 +189,7 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
 
     results: list[Any] = [None] * size
     failures: list[BaseException] = []
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
 
     def run(rank: int) -> None:
         try:
@@ -203,7 +203,7 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
             if c10d.is_initialized():
                 c10d.destroy_process_group()
 
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     _install_threaded_pg()
     try:
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
@@ -214,7 +214,7 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
     if failures:
         raise failures[0]
     return results

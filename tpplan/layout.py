@@ -9,6 +9,7 @@ parts only, and no sharing.)
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,7 +78,7 @@ class Rows(Placement):  # type: ignore[misc]
     def shared(self) -> tuple[Range, ...]:
         """The ranges that more than one rank holds, in order."""
         marks = sorted({end for ranges in self.pieces for piece in ranges for end in piece})
-        cells = list(zip(marks[:-1], marks[1:], strict=True))
+        cells = list(itertools.pairwise(marks))
         held = [
             (cell, sum(self._holds(r, cell) for r in range(len(self.pieces)))) for cell in cells
         ]
@@ -109,7 +110,7 @@ def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a packed projection: ``size`` rows that are ``units`` heads (or rows) of equal size."""
+    """A part of a packed projection: ``size`` rows that are ``units`` heads of equal size."""
 
     name: str
     size: int
@@ -120,17 +121,23 @@ class MisfitError(ValueError):
     """Parts that cannot be shared out among that many ranks."""
 
 
-def rows_of(parts: Sequence[Part], repeat: int, tp: int, dim: int = 0) -> Rows:
+def rows_of(parts: Sequence[Part], repeat: int, tp: int, dim: int = 0, fixed: bool = False) -> Rows:
     """The rows of each rank, where ``repeat`` blocks of ``parts`` are stored one after the other.
 
     Whole blocks are dealt out while there are enough; then the heads of each block, and when there
     are fewer heads of a part than ranks, several ranks hold the same one: rank r of t holds head
     r·units // t.
 
+    Args:
+        fixed: the model's code counts on ``repeat`` blocks: each rank gets as many, but smaller.
+
     Raises:
         MisfitError: where neither number divides the other.
     """
     block = sum(part.size for part in parts)
+    if fixed and repeat > 1:
+        pieces = [_fixed_blocks(parts, repeat, tp, rank) for rank in range(tp)]
+        return Rows(dim, pieces)
     if repeat % tp == 0:
         rows = repeat // tp * block
         return Rows(dim, [[(r * rows, (r + 1) * rows)] for r in range(tp)])
@@ -148,6 +155,22 @@ def rows_of(parts: Sequence[Part], repeat: int, tp: int, dim: int = 0) -> Rows:
             start += part.size
         pieces.append(ranges)
     return Rows(dim, pieces)
+
+
+def _fixed_blocks(parts: Sequence[Part], repeat: int, tp: int, rank: int) -> list[Range]:
+    """The rank's heads, which follow each other, as ``repeat`` blocks of all parts."""
+    block = sum(part.size for part in parts)
+    ranges = []
+    for index in range(repeat):
+        start = (rank * repeat + index) // tp * block
+        for part in parts:
+            if part.units % tp:
+                raise MisfitError(f"tp {tp} does not divide the {part.units} of '{part.name}'")
+            rows = part.size // tp
+            first = start + (rank * repeat + index) % tp * rows
+            ranges.append((first, first + rows))
+            start += part.size
+    return ranges
 
 
 def _units(part: Part, index: int, ranks: int) -> Range:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -354,12 +355,74 @@ def test_a_model_that_token_ids_do_not_fit_asks_for_inputs() -> None:
         tpplan.check(nn.Bilinear(3, 4, 5), {"tpplan": 1, "rules": {".": "replicate"}}, 2)
 
 
-def test_dropout_is_found_in_training_mode() -> None:
-    plan = compiled(hf(attention_dropout=0.1), "llama.yaml")
-    assert {p.path for p in plan.modules.values() if p.draws} == {
-        "model.layers.0.self_attn",
-        "model.layers.1.self_attn",
-    }
+def draws(plan: CompiledPlan) -> dict[str, str]:
+    return {p.path: p.draws for p in plan.modules.values() if p.draws is not None}
+
+
+def test_what_dropout_is_for_is_found_in_training_mode() -> None:
+    plan = compiled(hf(attention_dropout=0.1).eval(), "llama.yaml")
+    assert draws(plan) == {f"model.layers.{i}.self_attn": "region" for i in range(2)}
+    for dropout in (0.0, 0.1):  # a module's p may be changed later
+        plan = compiled(GPT(dropout=dropout), "gpt")
+        places = {"blocks.0.attn.drop": "region", "blocks.0.drop": "stream", "drop": "stream"}
+        found = draws(plan)
+        assert len(found) == 5
+        assert {path: found[path] for path in places} == places
+
+
+HABITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.1),
+    "rand_like": lambda x: x * (torch.rand_like(x) > 0.1),
+    "noise drawn by itself": lambda x: x * (torch.rand(x.shape) > 0.1).float() / 0.9,
+    "bernoulli in place": lambda x: x * torch.empty(x.shape).bernoulli_(0.9),
+    "only read": lambda x: x.masked_fill(torch.rand((*x.shape[:2], 1)) > 0.9, 0.0),
+}
+
+
+class InTraining(nn.Module):
+    """A habit in training, nothing in eval."""
+
+    def __init__(self, habit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.habit = habit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.habit(x) if self.training else x
+
+
+@pytest.mark.parametrize("name", list(HABITS))
+def test_noise_is_for_what_it_meets(name: str) -> None:
+    x = torch.zeros(2, 8, layers.WIDTH)
+    habit = HABITS[name]
+    made = layers.Stack(lambda: layers.Layer(InTraining(habit), layers.INNER))
+    plan = {"tpplan": 1, "rules": layers.RULES, "sequence_parallel": False}
+    assert set(draws(compiled(made, plan, inputs=x)).values()) == {"region"}
+    made = layers.Stack(lambda: layers.Stream(InTraining(habit)))
+    assert set(draws(compiled(made, plan, inputs=x)).values()) == {"stream"}
+
+
+def test_noise_that_meets_nothing_sharded_is_whole() -> None:
+    class Noisy(layers.Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = torch.rand(3)
+            return super().forward(F.dropout(x, 0.1))
+
+    model = Noisy(lambda: layers.Layer(lambda x: x, layers.INNER))
+    plan = {"tpplan": 1, "rules": layers.RULES}
+    assert draws(compiled(model, plan, inputs=torch.zeros(2, 8, layers.WIDTH))) == {"": "whole"}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_masks_that_must_agree_and_masks_that_must_not(sequence_parallel: bool) -> None:
+    class Both(layers.Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = F.dropout(self.fc(x), 0.1, self.training)
+            return F.dropout(x + self.out(y), 0.1, self.training)
+
+    model = layers.Stack(lambda: Both(lambda x: x, layers.INNER))
+    plan = {"tpplan": 1, "rules": layers.RULES, "sequence_parallel": sequence_parallel}
+    found = draws(compiled(model, plan, inputs=torch.zeros(2, 8, layers.WIDTH)))
+    assert set(found.values()) == {"region" if sequence_parallel else "mixed"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

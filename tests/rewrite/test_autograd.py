@@ -277,23 +277,6 @@ def whole(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def dropout_job(mesh: DeviceMesh, sp: bool) -> Errors:
-    """Attention dropout works in eval mode, and is refused by name in training."""
-    found = Findings()
-    reference = hf("Llama", attention_dropout=0.1)
-    model = sharded(reference, mesh, sp)
-    message = ""
-    try:
-        model(input_ids=token_ids(2, 8, 84))
-    except RuntimeError as e:
-        message = str(e)
-    found.add(f"training: {message}", same("layers.0.self_attn" in message))
-    reference.eval()
-    model.eval()
-    found.add("eval", step(reference, model, labelled(2, 8, 85)))
-    return found.errors
-
-
 # --- tests
 
 
@@ -330,8 +313,3 @@ def test_autocast(ranks: Ranks, sp: bool) -> None:
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_differentiating_twice(ranks: Ranks, family: str, sp: bool) -> None:
     assert not beyond(ranks.run(2, twice_job, family, sp))
-
-
-@MODES
-def test_dropout(ranks: Ranks, sp: bool) -> None:
-    assert not beyond(ranks.run(2, dropout_job, sp))

@@ -14,7 +14,7 @@ import tpplan
 from tests.compare import Errors, Findings, beyond, error, step
 from tests.gpt import GPT
 from tests.models import VOCAB, randomize, token_ids
-from tests.ranks import RankError, Ranks
+from tests.ranks import Ranks
 
 MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
 
@@ -53,14 +53,3 @@ def parity(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_parity(ranks: Ranks, tp: int, sequence_parallel: bool) -> None:
     assert beyond(ranks.run(tp, parity, sequence_parallel)) == {}
-
-
-def train_with_dropout(mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    model = tpplan.parallelize(new(dropout=0.1), "gpt", mesh, sequence_parallel)
-    model(token_ids(2, 8, 0))
-
-
-@MODES
-def test_dropout_in_training_is_refused(ranks: Ranks, sequence_parallel: bool) -> None:
-    with pytest.raises(RankError, match=r"drop: dropout with p > 0 is not supported in training"):
-        ranks.run(2, train_with_dropout, sequence_parallel)

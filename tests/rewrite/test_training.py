@@ -30,6 +30,7 @@ from tests.compare import (
 from tests.models import hf, sharded, token_ids
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
+from tests.rewrite.calls import logits_of
 
 STEPS, MICROBATCHES, MAX_NORM = 3, 2, 0.5
 
@@ -285,7 +286,8 @@ def dtype_job(mesh: DeviceMesh, sp: bool) -> Errors:
                 returned = model.to(torch.float64)
                 found.add(f"{name}: same object", same(returned is model))
                 found.add(f"{name}: values", compare_parameters(reference, model))
-                found.add(name, step(reference, model, labelled(2, 13, 2)))
+                # not labels: transformers takes the loss of logits in float32
+                found.add(name, step(reference, model, logits_of(2, 13, 2)))
     return found.errors
 
 

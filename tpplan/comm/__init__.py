@@ -1,4 +1,4 @@
-"""Collectives: the conjugate pairs, the sequence-sharded stream, summed gradients."""
+"""Collectives: the conjugate pairs, the sequence-sharded stream, summed gradients; randomness."""
 
 from tpplan.comm.collectives import Group, Site, chunk, observe
 from tpplan.comm.conjugates import (
@@ -11,10 +11,12 @@ from tpplan.comm.conjugates import (
     split,
 )
 from tpplan.comm.gradients import localize
+from tpplan.comm.randomness import Randomness
 from tpplan.comm.stream import Stream
 
 __all__ = [
     "Group",
+    "Randomness",
     "Site",
     "Stream",
     "Transition",

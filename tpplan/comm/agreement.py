@@ -8,29 +8,51 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from tpplan.comm.collectives import Group, Site, all_gather
+from tpplan.comm.randomness import Randomness
 from tpplan.compat import FakeTensor
 
 
-def require_same_inputs(inputs: Any, group: Group, site: Site) -> None:
+def require_same_inputs(
+    inputs: Any, group: Group, site: Site, randomness: Randomness | None = None
+) -> None:
     """Compare a fingerprint of every tensor in ``inputs`` over the ranks; one small all-gather.
 
+    Args:
+        randomness: compared as well, where the ranks are going to draw the same masks.
+
     Raises:
-        ValueError: where a rank was given other inputs than the first.
+        ValueError: where a rank was given other inputs than the first, or stands elsewhere in the
+            random sequence.
     """
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
     if not tensors or any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
         return
     device = tensors[0].device
     with torch.no_grad():
-        mine = torch.stack([_fingerprint(t).to(device) for t in tensors]).sum().reshape(1)
+        batch = torch.stack([_fingerprint(t).to(device) for t in tensors]).sum()
+        random = torch.tensor(0 if randomness is None else randomness.fingerprint(), device=device)
+        mine = torch.stack([batch, random]).reshape(1, 2)
         everybody = all_gather(mine, 0, group.size, group, site).tolist()
-    others = [rank for rank, value in enumerate(everybody) if value != everybody[0]]
-    if others:
+    other = _first_other([batch for batch, _ in everybody])
+    if other is not None:
         raise ValueError(
-            f"rank {others[0]} of the tensor-parallel group was given another batch than rank 0: "
+            f"rank {other} of the tensor-parallel group was given another batch than rank 0: "
             "all ranks of a tp group must be fed the same inputs (give a DistributedSampler the "
             "data-parallel ranks, not the whole world)"
         )
+    other = _first_other([random for _, random in everybody])
+    if other is not None:
+        raise ValueError(
+            f"the random state of rank {other} of the tensor-parallel group is not that of rank 0, "
+            "and dropout on tensors that every rank holds whole must agree: give all ranks of a "
+            "tp group the same torch.manual_seed (seed + data-parallel rank, say; not the rank in "
+            "the world)"
+        )
+
+
+def _first_other(values: list[int]) -> int | None:
+    """The first rank whose value is not that of rank 0."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:

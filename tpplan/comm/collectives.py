@@ -123,7 +123,9 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group, site: Site) -> torch
     else:
         split = [*shape[:dim], group.size, rows, *shape[dim + 1 :]]
         x = x.reshape(split).movedim(dim, 0).contiguous().flatten(0, 1)
-    with below_autograd():
-        part = _wait(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
     shape[dim] = rows
-    return part.view(shape)  # type: ignore[no-any-return]
+    x = x.contiguous()
+    with below_autograd():
+        part = _wait(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name))
+    # not a view for autograd: the model may change the result in place
+    return torch.ops.aten._unsafe_view(part, shape)  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tpplan import compat
 from tpplan.comm.collectives import Group, chunk, pad
 from tpplan.comm.conjugates import Transition, join
+from tpplan.comm.randomness import Randomness
 
 
 class Stream:
@@ -31,6 +32,7 @@ class Stream:
         length: the global sequence length while an element of the stack runs, else None.
         shared: what boundaries that share an input have made of it, while a forward runs.
         whole_results: whether the user is given full tensors only, no sharded logits.
+        randomness: the random sequences of this rank.
     """
 
     def __init__(self, mesh: DeviceMesh, sequence_parallel: bool, dim: int) -> None:
@@ -41,6 +43,7 @@ class Stream:
         self.length: int | None = None
         self.shared: dict[Any, tuple[Any, ...]] = {}
         self.whole_results = True
+        self.randomness = Randomness(self.group.rank, mesh.device_type)
         self._depth = 0
         self._specs: dict[tuple[Any, ...], compat.DTensorSpec] = {}
 

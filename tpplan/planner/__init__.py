@@ -5,19 +5,23 @@ from tpplan.planner.compiled import (
     Argument,
     Boundary,
     CompiledPlan,
+    Draws,
     Element,
     KernelChoice,
     ModulePlan,
     ParameterPlan,
+    WidthNorm,
 )
 
 __all__ = [
     "Argument",
     "Boundary",
     "CompiledPlan",
+    "Draws",
     "Element",
     "KernelChoice",
     "ModulePlan",
     "ParameterPlan",
+    "WidthNorm",
     "compile_plan",
 ]

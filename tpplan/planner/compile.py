@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,9 +17,11 @@ from tpplan.planner import checks, infer
 from tpplan.planner.compiled import (
     Argument,
     CompiledPlan,
+    Draws,
     KernelChoice,
     ModulePlan,
     ParameterPlan,
+    WidthNorm,
 )
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import follow
@@ -125,7 +128,7 @@ class _Compiler:
         """Where a parameter goes, by any of its names."""
         own = self.matches.parameters.get(parameter)
         if own is not None:
-            return Shard(0) if own.style == "colwise" else Replicate()
+            return Replicate() if own.style == "replicate" else Shard(0)
         owner, leaf = self.owner(parameter), parameter.rpartition(".")[2]
         style = self.styles.get(owner)
         if style is None:
@@ -151,9 +154,14 @@ class _Compiler:
         call = call_for(self.model, inputs)
         self.trace = self.run(shadow.eval(), mode, call)
         drawing = self.run(shadow.train(), mode, call)
-        self.draws = {drawing.calls[op.call].path for op in drawing.ops if op.random}
 
-        infer.require_called(self.trace, self.styles)
+        tied = {
+            name.rpartition(".")[0]
+            for names in self.names.values()
+            if len(names) > 1
+            for name in names
+        }
+        infer.require_called(self.trace, self.styles, tied)
         self.orient()
         heads = {
             path
@@ -167,14 +175,13 @@ class _Compiler:
         self.boundaries = infer.find_boundaries(self.trace, self.columns, heads, gathers)
         self.elements = infer.find_elements(self.trace, self.styles, self.plan.layers)
         self.together = reduced_together(
-            self.trace, self.matches.modules, self.elements, self.complaints
+            (self.trace, drawing), self.matches.modules, self.elements, self.complaints
         )
         self.lay_out()
         self.check_ties()
-        self.probed = probe_modules(self.model, self.styles, self.trace)
+        self.probed = probe_modules(self.model, self.styles, self.columns, self.trace)
         self.complaints.stop_if_any()
-        self.flow = follow(
-            self.trace,
+        findings = (
             self.matches.modules,
             self.columns,
             self.boundaries,
@@ -182,6 +189,8 @@ class _Compiler:
             {path for path, finding in self.probed.items() if not finding.mixes},
             self.plan.sequence_dim,
         )
+        self.flow = follow(self.trace, *findings)
+        self.draws = follow(drawing, *findings, _dropouts(self.model)).draws
         self.check_stack()
         checks.check_flow(self.flow, self.sequence_parallel, self.complaints)
         self.check_torn()
@@ -209,9 +218,10 @@ class _Compiler:
     def orient(self) -> None:
         """Which sharded layers are projections, and how their weights are stored."""
         self.columns: set[str] = set()
+        called = {call.path for call in self.trace.calls}
         refused = {}
         for path, rule in self.matches.modules.items():
-            if rule.style not in ("colwise", "rowwise"):
+            if rule.style not in ("colwise", "rowwise") or path not in called:
                 continue
             found = infer.orientation(self.trace, path)
             stated = rule.options.get("transposed")
@@ -267,10 +277,11 @@ class _Compiler:
         calls = [c for c in self.trace.calls if c.path == path]
         given = {a.name: a for c in calls for names in c.arguments.values() for a in names}
         where = rule.option_positions.get("head_inputs", rule.position)
+        takes = list(inspect.signature(self.model.get_submodule(path).forward).parameters)
         for name in asked:
-            if name not in given:
-                known = f"it was given {', '.join(given)}"
-                self.complaints.say(f"{path}: was given no tensor named '{name}'", where, known)
+            if name not in given and name not in takes:
+                known = f"it takes {', '.join(takes)}"
+                self.complaints.say(f"{path}: has no argument '{name}'", where, known)
         if not self.geometry.groups[path].heads:
             hint = "state 'heads:' on this rule"
             self.complaints.say(f"{path}: its number of heads is not known", where, hint)
@@ -430,12 +441,13 @@ class _Compiler:
                 boundaries=self.boundaries.get(path, ()),
                 element=self.elements.get(path),
                 transposed=path in self.transposed,
+                norm=self.width_norm(path),
                 projection=path in self.columns,
                 together=self.together.get(path, ()),
                 head_inputs=self.head_inputs.get(path, ()),
                 heads=self.heads_of(path),
                 container=path in containers,
-                draws=path in self.draws or isinstance(module, nn.modules.dropout._DropoutNd),
+                draws=self.drawn(path),
                 attributes=FrozenMap(self.attributes.get(path)),
                 options=FrozenMap() if rule is None else rule.options,
                 kernel=self.kernel(path),
@@ -444,8 +456,24 @@ class _Compiler:
                 plans[path] = plan
         return plans
 
+    def width_norm(self, path: str) -> WidthNorm | None:
+        finding = self.probed.get(path)
+        if self.styles.get(path) != "colwise" or finding is None or finding.kind != "rms_norm":
+            return None
+        (weight,) = (p for p in self.model.get_submodule(path).parameters())
+        return WidthNorm(int(weight.shape[0]), finding.eps, finding.offset)
+
     def heads_of(self, path: str) -> int:
         return self.geometry.groups[path].heads or 0 if path in self.head_inputs else 0
+
+    def drawn(self, path: str) -> Draws | None:
+        """What the random numbers that a module draws in its own forward are for."""
+        kinds = self.draws.get(path, set())
+        partial = kinds & ({"region", "stream"} if self.sequence_parallel else {"region"})
+        if partial and kinds - partial:
+            return "mixed"
+        order: tuple[Draws, ...] = ("region", "stream", "whole")
+        return next((kind for kind in order if kind in kinds), None)
 
     def kernel(self, path: str) -> KernelChoice | None:
         finding = self.probed.get(path)
@@ -462,6 +490,11 @@ def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)] = (*names.get(id(parameter), ()), name)
     return names
+
+
+def _dropouts(model: nn.Module) -> set[str]:
+    kind = nn.modules.dropout._DropoutNd
+    return {path for path, module in model.named_modules() if isinstance(module, kind)}
 
 
 def _parents(path: str) -> Iterable[str]:

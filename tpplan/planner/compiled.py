@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch.distributed.tensor.placement_types import Placement
@@ -84,6 +85,21 @@ class KernelChoice:
     reason: str
 
 
+# What random numbers are drawn for: activations of a sharded region (columns, heads), the stream
+# (rows of its own on each rank under sequence parallelism), what every rank holds whole, or
+# several of these, of which some ask for masks that agree and some for masks that do not.
+Draws = Literal["region", "stream", "whole", "mixed"]
+
+
+@dataclass(frozen=True)
+class WidthNorm:
+    """An RMSNorm over a width that is sharded; ``offset``: its scale is stored less one."""
+
+    width: int
+    eps: float
+    offset: bool
+
+
 @dataclass(frozen=True)
 class ModulePlan:
     """What becomes of one module; a module without an entry is left exactly as it is.
@@ -94,11 +110,12 @@ class ModulePlan:
         parameters: names of its own parameters that become DTensors.
         projection: whether it is column-parallel and multiplies its input by its weight.
         transposed: whether its weight is stored (in, out).
+        norm: where it normalises over columns of which each rank holds a part.
         together: the row-parallel layers, in order of execution, whose sum is reduced once.
         head_inputs: arguments of which each rank takes its heads: (argument, dimension).
         heads: how many there are on all ranks.
         container: whether the stream passes through it in its global form.
-        draws: whether it draws random numbers in training (dropout).
+        draws: what it draws random numbers for in training (dropout), None where it draws none.
         attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
         options: the rule's remaining options.
     """
@@ -111,11 +128,12 @@ class ModulePlan:
     element: Element | None = None
     projection: bool = False
     transposed: bool = False
+    norm: WidthNorm | None = None
     together: tuple[str, ...] = ()
     head_inputs: tuple[tuple[Argument, int], ...] = ()
     heads: int = 0
     container: bool = False
-    draws: bool = False
+    draws: Draws | None = None
     attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
     options: Mapping[str, object] = field(default_factory=FrozenMap)
     kernel: KernelChoice | None = None

@@ -8,6 +8,7 @@ a part of the work, so its gradient must be summed over the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ class Flow:
         escaping: elements that give out more than the stream itself.
         foreign: boundaries in an element that are given something else than the stream.
         flattened: row-parallel layers whose output is not of the stream's shape.
+        draws: modules that draw random numbers in their own forward, and what for: "region",
+            "stream", "whole".
     """
 
     in_region: set[str] = field(default_factory=set)
@@ -49,6 +52,7 @@ class Flow:
     escaping: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     flattened: list[str] = field(default_factory=list)
+    draws: dict[str, set[str]] = field(default_factory=dict)
 
 
 class _Walk:
@@ -61,6 +65,7 @@ class _Walk:
         elements: Mapping[str, Element],
         local: Set[str],
         dim: int,
+        dropouts: Set[str],
     ) -> None:
         self.trace, self.columns = trace, columns
         self.styles = {path: rule.style for path, rule in rules.items()}
@@ -70,20 +75,26 @@ class _Walk:
             if rule.style == "vocab" and rule.options.get("output") == "gather"
         }
         self.boundaries, self.elements = boundaries, elements
-        self.local, self.dim = local, dim
+        self.local, self.dim, self.dropouts = local, dim, dropouts
         self.flow = Flow()
         self.region: set[int] = set()
         self.stream: set[int] = set()
         self.weights: dict[int, frozenset[str]] = {
             number: frozenset([name]) for number, name in trace.parameters.items()
         }
+        self.constant: set[int] = set(trace.buffers)
         self.maker: dict[int, str] = {}
         self.trained: set[int] = set()
+        # tensors made of constants and noise alone: the ops that drew the noise, and what it met
+        self.noise: dict[int, frozenset[int]] = {}
+        self.met: dict[int, set[str]] = {}
         self.entry = {
             call.index: self._entries(call) for call in trace.calls if call.path in boundaries
         }
         # calls of replicated modules that are given the whole of the stream
         self.apart: set[int] = set()
+        # what column-parallel layers made of tokens without their batch
+        self.flat: set[int] = set()
 
     def _argument(self, call: Call, name: str) -> int | None:
         for number, arguments in call.arguments.items():
@@ -114,7 +125,10 @@ class _Walk:
                 if call.last_op == index:
                     self.leave(call)
             if index < len(self.trace.ops):
-                self.step(self.trace.ops[index])
+                self.step(index, self.trace.ops[index])
+        for index, met in self.met.items():
+            path = self.trace.calls[self.trace.ops[index].call].path
+            self.flow.draws.setdefault(path, set()).update(met or {"whole"})
         return self.flow
 
     def enter(self, call: Call) -> None:
@@ -127,11 +141,11 @@ class _Walk:
         around = self._element_of(call)
         if around is not None and style == "rowwise" and given is not None:
             stream = self._argument(around, self.elements[around.path].argument.name)
-            if stream is None or not self._same_rows(given, stream):
+            if stream is None or not self._rows_of(given, stream):
                 self.flow.flattened.append(call.path)
-        if around is not None and call.index in self.entry:
-            if not self.entry[call.index] <= self.stream | self.region:
-                self.flow.foreign.append(call.path)
+        entries = self.entry.get(call.index, set()) if around is not None else set()
+        if not entries <= self.stream | self.region:
+            self.flow.foreign.append(call.path)
         outside = around is None and given in self.stream
         if style == "replicate" and outside and given not in self.region:
             self.apart.add(call.index)
@@ -139,14 +153,20 @@ class _Walk:
             number = self._argument(call, self.elements[call.path].argument.name)
             if number is not None:
                 self.stream.add(number)
+        if call.path in self.dropouts and given is not None:
+            kind = "region" if given in self.region else "stream" if given in self.stream else ""
+            self.flow.draws.setdefault(call.path, set()).add(kind or "whole")
 
-    def _same_rows(self, number: int, other: int) -> bool:
-        return self.trace.shapes[number][:-1] == self.trace.shapes[other][:-1]
+    def _rows_of(self, number: int, stream: int) -> bool:
+        """Whether a tensor has the rows of the stream, in its shape or without their batch."""
+        rows, whole = self.trace.shapes[number][:-1], self.trace.shapes[stream][:-1]
+        return rows == whole or (len(rows) == 1 and rows[0] == math.prod(whole))
 
     def leave(self, call: Call) -> None:
         style = self.styles.get(call.path)
         if style == "colwise":
             self.region.update(call.outputs)
+            self.flat.update(n for n in call.outputs if len(self.trace.shapes[n]) <= self.dim + 1)
         elif style in ("rowwise", "vocab"):
             self.region.difference_update(call.outputs)
             self.stream.difference_update(call.outputs)
@@ -166,14 +186,18 @@ class _Walk:
         for number in call.outputs:
             self.maker.setdefault(number, call.path)
 
-    def step(self, op: Op) -> None:
+    def step(self, index: int, op: Op) -> None:
         around = list(self.trace.ancestors(op.call))
         entries = {n for c in around for n in self.entry.get(c.index, ())}
         apart = any(c.index in self.apart for c in around)
         region = any(n in self.region or n in entries for n in op.inputs)
         stream = not region and not apart and any(n in self.stream for n in op.inputs)
+        self.note_noise(index, op, "region" if region else "stream" if stream else "whole")
         weights = frozenset().union(*(self.weights.get(n, frozenset()) for n in op.inputs))
-        data = [n for n in op.inputs if n not in self.weights]
+        data = [n for n in op.inputs if n not in self.weights and n not in self.constant]
+        if not weights and not data:
+            self.constant.update(op.outputs)
+            return
         if weights and not data:
             for number in op.outputs:
                 self.weights[number] = weights
@@ -189,6 +213,7 @@ class _Walk:
         ]
         if region:
             self.region.update(op.outputs)
+            self.note_rows(op, around)
             if whole:
                 self.flow.torn.setdefault(around[0].path, self.maker.get(whole[0], ""))
         elif stream:
@@ -202,16 +227,49 @@ class _Walk:
         if weights or any(n in self.trained for n in data):
             self.trained.update(op.outputs)
 
+    def note_noise(self, index: int, op: Op, kind: str) -> None:
+        """What random numbers are drawn for: where they are drawn by themselves, what they meet."""
+        inputs = [self.noise.get(n) for n in op.inputs]
+        noise = frozenset().union(*(n for n in inputs if n is not None))
+        if op.random:
+            self.met[index] = set()
+            noise |= {index}
+        if all(n is not None for n in inputs):
+            self.noise.update(dict.fromkeys(op.outputs, noise))
+            return
+        for drawn in noise:
+            self.met[drawn].add(kind)
+        for number in op.outputs:
+            self.noise.pop(number, None)  # written to
+
     def note_positions(self, op: Op, around: list[Call]) -> None:
         """An op on the stream in an element must act on each position by itself."""
         if any(c.path in self.local or c.path in self.boundaries for c in around):
             return
         name = op.name.removeprefix("aten.").split(".")[0]
         streams = [n for n in op.inputs if n in self.stream]
+        widths = {self.trace.shapes[n][-1:] for n in (*streams, *op.outputs)}
+        if name in VIEWS and len(widths) == 1:
+            return  # tokens without their batch, and back
         rows = {self.trace.shapes[n][: self.dim + 1] for n in streams}
         kept = {self.trace.shapes[n][: self.dim + 1] for n in op.outputs} == rows
         if not kept or not (op.pointwise or name in KEEPING or name in VIEWS):
             self.flow.along.setdefault(around[0].path, name)
+
+    def note_rows(self, op: Op, around: list[Call]) -> None:
+        """Among tokens without their batch, whose order is a rank's own, each is on its own."""
+        name = op.name.removeprefix("aten.").split(".")[0]
+        if any(c.path in self.columns or c.path in self.local for c in around):
+            return
+        flat = [
+            n
+            for n in op.inputs
+            if n in self.flat and not (op.pointwise or name in KEEPING or name in VIEWS)
+        ]
+        if flat and self.styles.get(around[0].path) != "rowwise":
+            self.flow.flattened.append(around[0].path)
+        if any(n in self.flat for n in op.inputs):
+            self.flat.update(op.outputs)
 
     def note_mixture(self, op: Op, data: list[int], around: list[Call]) -> None:
         if any(c.path in self.styles for c in around):
@@ -230,6 +288,7 @@ def follow(
     elements: Mapping[str, Element],
     local: Set[str],
     dim: int,
+    dropouts: Set[str] = frozenset(),
 ) -> Flow:
     """Follow every tensor of ``trace`` through the sharded regions and the stream.
 
@@ -237,5 +296,6 @@ def follow(
         columns: the column-parallel projections.
         local: modules that were found to work on each position by itself.
         dim: the sequence dimension.
+        dropouts: modules that draw for their input, also where they drew nothing this time.
     """
-    return _Walk(trace, rules, columns, boundaries, elements, local, dim).run()
+    return _Walk(trace, rules, columns, boundaries, elements, local, dim, dropouts).run()

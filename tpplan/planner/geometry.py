@@ -116,8 +116,9 @@ class Geometry:
             self.wrong.append(Diagnostic(f"{path}: {option}: {error}", where))
             return None
 
-    def parts_of(self, path: str) -> tuple[list[Part], int]:
-        """The parts of a column-parallel layer, and how often they are repeated."""
+    def parts_of(self, path: str) -> tuple[list[Part], int, bool]:
+        """The parts of a column-parallel layer, how often they are repeated, and whether the
+        model's code counts on that number."""
         rule, module = self.rules[path], self.model.get_submodule(path)
         weight = module._parameters["weight"]
         assert weight is not None
@@ -127,24 +128,24 @@ class Geometry:
         if packed is None:
             views = self.seen.get(path, ())
             units = views[0][0] if views else total
-            return [Part(path.rpartition(".")[2], total, units)], 1
+            return [Part(path.rpartition(".")[2], total, units)], 1, False
         assert isinstance(packed, Mapping)
         names: Sequence[str] = packed["parts"]
         repeat = self._repeat(rule, path, packed.get("repeat", 1), known)
-        units = [n for n in (_units(name, known, repeat) for name in names) if n]
-        if len(units) < len(names):
+        counts = [n for n in (_units(name, names, known, repeat) for name in names) if n]
+        if len(counts) < len(names):
             size = total // repeat // len(names)
             parts = [Part(name, size, size) for name in names]
         else:
-            width = total // repeat // sum(units)
-            parts = [Part(name, n * width, n) for name, n in zip(names, units, strict=True)]
+            width = total // repeat // sum(counts)
+            parts = [Part(name, n * width, n) for name, n in zip(names, counts, strict=True)]
         if sum(part.size for part in parts) * repeat != total:
             stated = ", ".join(f"{part.name} {part.size}" for part in parts)
             message = f"{path}: packed: {stated}, {repeat} times, are not its {total} outputs"
             hint = f"what is known of its heads: {known.known() or 'nothing'}"
             where = rule.option_positions.get("packed", rule.position)
             self.wrong.append(Diagnostic(message, where, hint))
-        return parts, repeat
+        return parts, repeat, isinstance(packed.get("repeat"), int)
 
     def _repeat(self, rule: Rule, path: str, value: object, known: Heads) -> int:
         if isinstance(value, str) and value in known.known():
@@ -158,10 +159,10 @@ class Geometry:
         Raises:
             MisfitError: where ``tp`` does not fit; see ``fitting``.
         """
-        parts, repeat = self.parts_of(path)
+        parts, repeat, fixed = self.parts_of(path)
         known = self.groups[self.group_of(path)]
         dim = 1 if path in self.transposed else 0
-        rows = rows_of(parts, repeat, tp, dim)
+        rows = rows_of(parts, repeat, tp, dim, fixed)
         if rows.shared():
             # heads are shared where others divide: a rank without a query head of its own is idle
             most = max([part.units * repeat for part in parts] + [known.heads or 0])
@@ -219,7 +220,6 @@ class Geometry:
                 result.setdefault(path, {})[name] = (present, per_rank)
         return result
 
-
     def group_sizes(self, tp: int) -> dict[str, dict[str, tuple[int, int]]]:
         """Attributes that may hold the query heads of one key-value head.
 
@@ -249,9 +249,16 @@ def attribute(module: nn.Module, name: str) -> object:
     return value
 
 
-def _units(name: str, known: Heads, repeat: int) -> int | None:
-    count = known.heads if name in _QUERIES else known.kv_heads if name in _KEYS else None
-    return None if count is None or count % repeat else count // repeat
+def _units(name: str, names: Sequence[str], known: Heads, repeat: int) -> int | None:
+    """How many heads a part has in each block; parts q1 and q2 have half of the heads each."""
+    kind = _kind(name)
+    count = known.heads if kind in _QUERIES else known.kv_heads if kind in _KEYS else None
+    blocks = repeat * sum(_kind(other) == kind for other in names)
+    return None if count is None or count % blocks else count // blocks
+
+
+def _kind(name: str) -> str:
+    return name.rstrip("0123456789")
 
 
 def _integers(values: Mapping[str, object]) -> dict[str, int]:

@@ -6,8 +6,7 @@ of the layer stack are, how many heads a projection has.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from tpplan.language import Diagnostic, Pattern, PlanError
 from tpplan.planner.compiled import Argument, Boundary, Element
@@ -147,7 +146,7 @@ def head_views(trace: Trace, columns: set[str]) -> dict[str, list[tuple[int, int
                 deeper = len(shape) - len(trace.shapes[number])
                 heads = _heads_of(shape, width, deeper) if name in VIEWS else ()
                 if len(heads) >= 2:
-                    seen.setdefault(path, []).append((heads[0], math.prod(heads[1:])))
+                    seen.setdefault(path, []).append((heads[0], heads[-1]))
                 elif name in _CUTS or (
                     shape[-1:] == (width,) and (op.pointwise or name in KEEPING or name in VIEWS)
                 ):
@@ -170,11 +169,17 @@ def _heads_of(shape: tuple[int, ...], width: int, deeper: int) -> tuple[int, ...
     return shape[-count:] if product == width and count > 1 else ()
 
 
-def require_called(trace: Trace, styles: Mapping[str, str]) -> None:
-    """Refuse what cannot be inferred: a sharded module that the traced forward never called."""
+def require_called(trace: Trace, styles: Mapping[str, str], tied: Set[str]) -> None:
+    """Refuse what cannot be inferred: a sharded module that the traced forward never called.
+
+    Args:
+        tied: modules that share their parameters with others, and may only hold them.
+    """
     called = {c.path for c in trace.calls}
     silent = [
-        p for p, s in styles.items() if s in ("colwise", "rowwise", "vocab") and p not in called
+        p
+        for p, s in styles.items()
+        if s in ("colwise", "rowwise", "vocab") and p not in called and p not in tied
     ]
     if silent:
         message = f"{silent[0]} was not called in the forward pass that was traced"
@@ -183,7 +188,21 @@ def require_called(trace: Trace, styles: Mapping[str, str]) -> None:
 
 
 _PROJECTION = frozenset(
-    {"t", "transpose", "addmm", "mm", "bmm", "matmul", "linear", "view", "reshape", "add", "expand"}
+    {
+        "t",
+        "transpose",
+        "permute",
+        "numpy_T",
+        "addmm",
+        "mm",
+        "bmm",
+        "matmul",
+        "linear",
+        "view",
+        "reshape",
+        "add",
+        "expand",
+    }
 )
 
 
@@ -202,7 +221,7 @@ def orientation(trace: Trace, path: str) -> str | None:
         name = op.name.removeprefix("aten.").split(".")[0]
         if name not in _PROJECTION and name not in VIEWS and name not in KEEPING:
             return None
-        if name in ("t", "transpose") and weight in op.inputs:
+        if name in ("t", "transpose", "permute", "numpy_T") and weight in op.inputs:
             turned.update(op.outputs)
         elif name == "linear" or turned.intersection(op.inputs):
             found = "linear"

@@ -155,9 +155,7 @@ class _Replay:
 
         def forward(given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if self.rank is None:
-                if isinstance(module, nn.Embedding):
-                    width = weight.shape[1]
-                elif plan.transposed:
+                if isinstance(module, nn.Embedding) or plan.transposed:
                     width = weight.shape[1]
                 else:
                     width = weight.shape[0]
@@ -231,6 +229,7 @@ def own_heads(
         x = _taken(argument, args, kwargs)
         if not isinstance(x, torch.Tensor) or x.size(dim) == 1:
             continue
+        dim %= x.dim()
         each = plan.heads // tp
         if x.size(dim) % plan.heads:
             raise ValueError(

@@ -82,7 +82,7 @@ def _rowwise(module: nn.Module, tp: int) -> str | None:
 
 
 def _vocab(module: nn.Module, tp: int) -> str | None:
-    if runs_as(module, nn.Embedding):
+    if isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             return "an Embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded"
         rows = int(module.num_embeddings)  # type: ignore[arg-type]

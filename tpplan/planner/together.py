@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tpplan.language import Rule
 from tpplan.planner.compiled import Element
@@ -14,37 +14,42 @@ _SUMS = frozenset({"add", "add_"})
 
 
 def reduced_together(
-    trace: Trace,
+    traces: Sequence[Trace],
     rules: Mapping[str, Rule],
     elements: Mapping[str, Element],
     complaints: Complaints,
 ) -> dict[str, tuple[str, ...]]:
     """Row-parallel layer -> the layers, in order of execution, that are reduced with it.
 
-    Those are the ones of one element with ``reduce: together``. The model must add their outputs
-    before it does anything else with them, which is checked.
+    Those are the ones of one element whose outputs the model adds before it does anything else
+    with them (``reduce: separate`` keeps a layer out of it).
+
+    Args:
+        traces: in evaluation and in training: a dropout between two layers keeps them apart.
     """
     groups: dict[str, list[str]] = {}
+    trace = traces[0]
     for call in trace.calls:
         rule = rules.get(call.path)
-        if rule is None or rule.options.get("reduce") != "together":
+        if rule is None or rule.style != "rowwise" or rule.options.get("reduce") == "separate":
             continue
-        element = next((c.path for c in trace.ancestors(call.index) if c.path in elements), "")
+        element = next((c.path for c in trace.ancestors(call.index) if c.path in elements), None)
+        if element is None:
+            continue
         members = groups.setdefault(element, [])
         if call.path not in members:
             members.append(call.path)
     result: dict[str, tuple[str, ...]] = {}
     for members in groups.values():
-        rule = rules[members[0]]
-        where = rule.option_positions.get("reduce", rule.position)
-        if len(members) < 2:
-            message = f"{members[0]}: reduce: there is no other such layer in its element"
-            complaints.say(message, where)
-        elif not _only_added(trace, members):
+        if len(members) > 1 and all(_only_added(trace, members) for trace in traces):
+            result.update(dict.fromkeys(members, tuple(members)))
+            continue
+        asked = [path for path in members if rules[path].options.get("reduce") == "together"]
+        for path in asked[:1]:
+            rule = rules[path]
+            where = rule.option_positions.get("reduce", rule.position)
             message = f"{', '.join(members)}: reduce: the model does more than add their outputs"
             complaints.say(message, where, "leave 'reduce' out, each is reduced on its own then")
-        else:
-            result.update(dict.fromkeys(members, tuple(members)))
     return result
 
 

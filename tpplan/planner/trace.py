@@ -56,6 +56,7 @@ class Trace:
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     floating: set[int] = field(default_factory=set)
     parameters: dict[int, str] = field(default_factory=dict)
+    buffers: set[int] = field(default_factory=set)
 
     def ancestors(self, call: int | None) -> Iterable[Call]:
         """The calls around ``call``, the innermost (itself) first."""
@@ -125,6 +126,7 @@ def record(
     recorder = _Recorder()
     for name, parameter in shadow.named_parameters(remove_duplicate=False):
         recorder.trace.parameters.setdefault(recorder.number(parameter), name)
+    recorder.trace.buffers.update(recorder.number(buffer) for buffer in shadow.buffers())
     handles = []
     for path, module in shadow.named_modules():
         before, after = _hooks(recorder, path, module)

@@ -6,7 +6,7 @@ import math
 
 from torch import nn
 
-from tpplan.planner import CompiledPlan, ModulePlan, ParameterPlan
+from tpplan.planner import CompiledPlan, Draws, ModulePlan, ParameterPlan
 
 
 def explain(model: nn.Module, compiled: CompiledPlan, path: str) -> str:
@@ -54,12 +54,25 @@ def _module(compiled: CompiledPlan, plan: ModulePlan | None, path: str) -> list[
         lines.append("the stream passes through it in its global form")
     for name, (present, local) in plan.attributes.items():
         lines.append(f"{name}: {present}, on each rank {local}")
-    if plan.draws:
-        lines.append("draws random numbers in training (dropout), which is refused where p > 0")
+    if plan.draws is not None:
+        lines.append(_draws(plan.draws, compiled.sequence_parallel))
     if plan.kernel is not None:
         kernel = plan.kernel
         lines.append(f"computes {kernel.kind}: {kernel.implementation} ({kernel.reason})")
     return lines + served
+
+
+def _draws(kind: Draws, sequence_parallel: bool) -> str:
+    if kind == "mixed":
+        return "dropout for sharded and for whole tensors at once: refused in training with p > 0"
+    own = kind == "region" or (kind == "stream" and sequence_parallel)
+    masks = "each rank draws its own mask" if own else "all ranks draw the same mask"
+    what = {
+        "region": "of this rank's part of a sharded region",
+        "stream": "of the residual stream",
+        "whole": "of whole tensors",
+    }[kind]
+    return f"dropout in training, {what}: {masks}"
 
 
 def _rule(plan: ModulePlan) -> str:

@@ -48,5 +48,7 @@ class Entry:
                 x = x.redistribute(placements=[Replicate()])
             return copy_in(x.to_local(), self.transition)
         if stream.length is not None:
+            if x.dim() <= stream.dim + 1:  # tokens without their batch: every rank's, one by one
+                return gather_in(x, 0, x.size(0) * stream.group.size, self.transition)
             return gather_in(x, stream.dim, stream.length, self.transition)
         return copy_in(x, self.transition)

@@ -34,7 +34,9 @@ class State:
         transition: the sites of the collectives its style issues.
         entries: its boundaries, each shared with the modules that enter with the same tensor.
         members: rewritten modules inside it, found when first needed.
-        checked: whether its first batch was compared across the ranks.
+        checked: whether its first batch was compared across the ranks; checked_draws: and, in
+            training, their random state.
+        within_own: whether it was called while the rank drew from its own random sequence.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class State:
         self.entries = entries
         self.members: list[tuple[Lowered, Own]] | None = None
         self.checked = False
+        self.checked_draws = False
+        self.within_own = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         own, entries = copy.deepcopy((self.own, self.entries), memo)
@@ -116,14 +120,26 @@ class LocalParameters(Lowered):
                 own[name] = parameter
 
 
-def lower(module: nn.Module, roles: Sequence[type[Lowered]], state: State) -> None:
-    """Give ``module`` the classes ``roles`` (the outermost first) in front of its own."""
-    module.__class__ = _class(tuple(roles), type(module))  # type: ignore[arg-type]
+def lower(
+    module: nn.Module,
+    roles: Sequence[type[Lowered]],
+    state: State,
+    inner: type[Lowered] | None = None,
+) -> None:
+    """Give ``module`` the classes ``roles`` (the outermost first) in front of its own.
+
+    Args:
+        inner: a role that takes the place of torch's class that the module's own derives from,
+            so that what the module's own class adds to it goes on working.
+    """
+    module.__class__ = _class(tuple(roles), type(module), inner)  # type: ignore[arg-type]
     object.__setattr__(module, "_tpplan", state)
 
 
 @functools.cache
-def _class(roles: tuple[type[Lowered], ...], original: type[nn.Module]) -> type[nn.Module]:
+def _class(
+    roles: tuple[type[Lowered], ...], original: type[nn.Module], inner: type[Lowered] | None
+) -> type[nn.Module]:
     body: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -131,14 +147,16 @@ def _class(roles: tuple[type[Lowered], ...], original: type[nn.Module]) -> type[
     }
     # a copy of the outermost role's forward that shows the original's signature: Trainer and
     # generate() read the names of a model's arguments from it
-    outermost = next(role for role in roles if "forward" in vars(role)).forward
-    forward = types.FunctionType(
-        outermost.__code__,
-        outermost.__globals__,
-        outermost.__name__,
-        outermost.__defaults__,
-        outermost.__closure__,
-    )
-    forward.__kwdefaults__ = outermost.__kwdefaults__
-    body["forward"] = functools.update_wrapper(forward, original.forward)
-    return type(original.__name__, (*roles, original), body)
+    outermost = next((role for role in roles if "forward" in vars(role)), None)
+    if outermost is not None:
+        forward = types.FunctionType(
+            outermost.forward.__code__,
+            outermost.forward.__globals__,
+            outermost.forward.__name__,
+            outermost.forward.__defaults__,
+            outermost.forward.__closure__,
+        )
+        forward.__kwdefaults__ = outermost.forward.__kwdefaults__
+        body["forward"] = functools.update_wrapper(forward, original.forward)
+    bases = (*roles, original) if inner is None else (*roles, original, inner)
+    return type(original.__name__, bases, body)

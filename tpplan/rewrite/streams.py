@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tpplan.comm import Site, split
@@ -14,6 +16,7 @@ from tpplan.comm.agreement import require_same_inputs
 from tpplan.comm.conjugates import join
 from tpplan.planner import Argument
 from tpplan.planner.replay import own_heads
+from tpplan.rewrite.draws import draws_in_training
 from tpplan.rewrite.logits import Logits
 from tpplan.rewrite.lowered import Lowered
 from tpplan.rewrite.parameters import Own, make
@@ -85,10 +88,8 @@ class Container(Lowered):
                 "output_attentions: each rank computes the attention weights of its own heads "
                 "only; ask the unsharded model for them"
             )
-        if not state.checked and not torch.compiler.is_compiling():
-            site = Site(state.plan.path, "first batch, compared", phase="startup")
-            require_same_inputs((args, kwargs), stream.group, site)
-            state.checked = True
+        if not torch.compiler.is_compiling():
+            self._check((args, kwargs))
         _prepare(self, summed_only=True)
         with stream.entered():
             out = super().forward(*args, **kwargs)
@@ -101,6 +102,19 @@ class Container(Lowered):
 
     def _logits(self, x: DTensor) -> torch.Tensor:
         return x.answer(self.training) if isinstance(x, Logits) else x
+
+    def _check(self, inputs: Any) -> None:
+        """Compare the ranks' first batch, and where the first random numbers are drawn from."""
+        state = self._tpplan
+        draws = False
+        if self.training and not state.checked_draws:
+            draws = state.checked_draws = draws_in_training(self)
+        if state.checked and not draws:
+            return
+        site = Site(state.plan.path, "first batch, compared", phase="startup")
+        randomness = state.stream.randomness if draws else None
+        require_same_inputs(inputs, state.stream.group, site, randomness)
+        state.checked = True
 
     def _whole(self, x: DTensor) -> torch.Tensor:
         state = self._tpplan
@@ -229,8 +243,10 @@ class Apart(Lowered):
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
-        if state.stream.length is None and state.stream.is_sharded(input):
-            input = state.stream.whole(input, state.transition)
+        if isinstance(input, DTensor) and state.stream.length is None:
+            sharded = state.stream.is_sharded(input) and input.dim() > state.stream.dim + 1
+            whole = state.stream.whole(input, state.transition) if sharded else None
+            input = input.full_tensor() if whole is None else whole
         return super().forward(input, *args, **kwargs)
 
 
@@ -258,13 +274,17 @@ class SequenceParallel(Lowered):
         return join(out, dim, length, state.transition)
 
 
-class Draws(Lowered):
-    """Draws random numbers in training, which is refused: the masks would not fit together."""
+class SequenceEmbedding(Lowered, nn.Embedding):
+    """The look-up inside an embedding of positions: of this rank's rows of the ids."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and getattr(self, "p", 1.0) > 0:
-            raise RuntimeError(
-                f"{self._tpplan.plan.path}: dropout with p > 0 is not supported in training under "
-                "tensor parallelism yet; set p to 0 before tpplan.parallelize, or call model.eval()"
-            )
-        return super().forward(*args, **kwargs)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        state = self._tpplan
+        stream = state.stream
+        (weight,) = self._locals()
+        if not stream.sequence_parallel or stream.length is not None:
+            return F.embedding(input, weight, self.padding_idx)
+        dim, length = input.dim() - 1, input.size(-1)
+        own = F.embedding(split(input, dim, state.transition), weight, self.padding_idx)
+        if stream.inside:
+            return stream.to_global(own, length, dim)
+        return join(own, dim, length, state.transition)

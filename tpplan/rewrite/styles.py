@@ -13,17 +13,19 @@ from tpplan.comm import Site, Stream, Transition
 from tpplan.comm.rows import distributed
 from tpplan.planner import CompiledPlan, ModulePlan
 from tpplan.planner.replay import assign
+from tpplan.rewrite.draws import Draws
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseTogether
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
+from tpplan.rewrite.norm import WidthNorm
 from tpplan.rewrite.parameters import Own
 from tpplan.rewrite.streams import (
     Apart,
     Boundary,
     Container,
-    Draws,
     Element,
     HeadInputs,
+    SequenceEmbedding,
     SequenceParallel,
     summing_site,
 )
@@ -33,6 +35,7 @@ from tpplan.rewrite.vocab import VocabEmbedding, VocabHead
 _REASONS: Mapping[str | None, tuple[str, str]] = {
     "rowwise": ("its partial outputs, summed", "gradient of its output"),
     "vocab": ("look-ups of each rank's rows, summed", "gradient of its output"),
+    "norm": ("sum of squares over the sharded width", "gradient of the sum of squares"),
     "head": ("logits, gathered", "gradient of the logits"),
 }
 _PASSING = ("a whole tensor where the stream is sharded", "gradient of a whole tensor")
@@ -70,16 +73,17 @@ class PlannedStyle(ParallelStyle):
             module._parameters[leaf] = self.installed[entry.name]
         for name, (_, local) in self.plan.attributes.items():
             assign(module, name, local)
-        roles = roles_of(self.plan, module)
-        if roles:
+        roles, inner = roles_of(self.plan, module)
+        if roles or inner is not None:
             own = Own(module, self.plan.parameters, summed, summing_site(self.plan.path))
             state = State(self.plan, self.stream, own, self._transition(), self._entries())
-            lower(module, roles, state)
+            lower(module, roles, state, inner)
         return module
 
     def _transition(self) -> Transition:
         plan, rule = self.plan, _text(self.plan)
         style = "head" if plan.style == "vocab" and plan.boundaries else plan.style
+        style = "norm" if plan.norm is not None else style
         forward, backward = _REASONS.get(style, _PASSING)
         return Transition(
             self.stream.group, Site(plan.path, forward, rule), Site(plan.path, backward, rule)
@@ -89,7 +93,7 @@ class PlannedStyle(ParallelStyle):
         return tuple(self._entry(boundary) for boundary in self.plan.boundaries)
 
     def _entry(self, boundary: planner.Boundary) -> Entry:
-        key = (boundary.number, *boundary.shared)
+        key: tuple[int | str, ...] = (boundary.number, *boundary.shared)
         if key not in self.entries:
             consumers = [
                 consumer
@@ -113,12 +117,20 @@ def _text(plan: ModulePlan) -> str | None:
     return None if plan.rule is None else plan.rule.pattern.text
 
 
-def roles_of(plan: ModulePlan, module: nn.Module) -> list[type[Lowered]]:
-    """The classes a module takes on, the outermost first."""
+def roles_of(
+    plan: ModulePlan, module: nn.Module
+) -> tuple[list[type[Lowered]], type[Lowered] | None]:
+    """The classes a module takes on, the outermost first, and the one in torch's class's place.
+
+    An embedding whose class adds something to torch's (a scale, an offset of the positions) keeps
+    its own forward; only the look-up inside it is replaced.
+    """
+    derived = isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
+    inner: type[Lowered] | None = None
     roles: list[type[Lowered]] = []
     if plan.container:
         roles.append(Container)
-    if plan.draws:
+    if plan.draws is not None:
         roles.append(Draws)
     if plan.element is not None:
         roles.append(Element)
@@ -127,16 +139,23 @@ def roles_of(plan: ModulePlan, module: nn.Module) -> list[type[Lowered]]:
     if plan.boundaries:
         roles.append(Boundary)
     if plan.style == "vocab":
-        roles.append(VocabEmbedding if isinstance(module, nn.Embedding) else VocabHead)
+        if derived:
+            inner = VocabEmbedding
+        else:
+            roles.append(VocabEmbedding if isinstance(module, nn.Embedding) else VocabHead)
     elif plan.style == "rowwise":
         roles.append(RowwiseTogether if plan.together else Rowwise)
     elif plan.projection:
         roles.append(Colwise)
+    elif plan.norm is not None:
+        roles.append(WidthNorm)
     else:
         if plan.style == "sequence_parallel":
+            if derived:
+                return roles, SequenceEmbedding
             roles.append(SequenceParallel)
         if plan.style == "replicate" and plan.element is None:
             roles.append(Apart)
         if plan.parameters:
             roles.append(LocalParameters)
-    return roles
+    return roles, inner

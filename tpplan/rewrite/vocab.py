@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tpplan.comm import chunk, join, reduce_out, scatter_out
 from tpplan.rewrite.logits import Origin
@@ -11,15 +12,12 @@ from tpplan.rewrite.lowered import Lowered
 from tpplan.rewrite.streams import require_sequence
 
 
-class VocabEmbedding(Lowered):
+class VocabEmbedding(Lowered, nn.Embedding):
     """A masked look-up of this rank's rows, summed over the ranks.
 
     Under sequence parallelism the sum is scattered at once, and the model's own code gets the
     stream in its global form. An id outside the vocabulary raises as it does unsharded.
     """
-
-    num_embeddings: int
-    padding_idx: int | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan

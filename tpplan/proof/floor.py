@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from torch import nn
 
 from tpplan.planner import CompiledPlan
-from tpplan.verify.ranks import Reference
+from tpplan.proof.ranks import Reference
 
 
 def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mapping[str, int]]:
     """Phase -> kind -> the least number, for one forward and backward without a loss."""
     modules = compiled.modules.values()
-    blocks = sum(1 for m in modules if m.style == "rowwise")
+    rows = [m for m in modules if m.style == "rowwise"]
+    blocks = len({m.together or (m.path,) for m in rows})
     vocabs = [m for m in modules if m.style == "vocab"]
     tables = sum(
         1 for m in vocabs if isinstance(reference.model.get_submodule(m.path), nn.Embedding)

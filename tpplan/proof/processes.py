@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import start_processes
 
 from tpplan.planner import CompiledPlan
-from tpplan.verify.ranks import Outcome, Reference, run_rank
+from tpplan.proof.ranks import Outcome, Reference, run_rank
 
 
 def run_processes(reference: Reference, compiled: CompiledPlan) -> list[Outcome]:
     """``run_rank`` in one process for each rank; whatever one raises is raised."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save((reference, compiled), os.path.join(folder, "job"))
-        mp.start_processes(_serve, (folder, compiled.tp), nprocs=compiled.tp, start_method="spawn")
+        start_processes(_serve, (folder, compiled.tp), nprocs=compiled.tp, start_method="spawn")
         paths = [os.path.join(folder, f"outcome{rank}") for rank in range(compiled.tp)]
         return [torch.load(path, weights_only=False) for path in paths]
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from tpplan.comm import chunk
 from tpplan.compat import simulate
 from tpplan.planner import CompiledPlan
+from tpplan.proof.ranks import Reference, backward, gradient_errors, relative, results, whole
 from tpplan.rewrite import apply
-from tpplan.verify.ranks import Reference, backward, gradient_errors, relative, results
 
 _SUSPECT = 1e-4
 
@@ -70,9 +69,8 @@ def _first(out: Any) -> torch.Tensor:
         out = out.to_tuple()
     for leaf in tree_leaves(out):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            if isinstance(leaf, DTensor):
-                return leaf.detach().full_tensor()
-            return leaf.detach().clone()
+            leaf = leaf.detach()
+            return whole(leaf).clone()
     return torch.empty(0)
 
 
@@ -108,19 +106,19 @@ def reference_tolerance(errors: dict[str, float]) -> float:
     return _SUSPECT if worst > _SUSPECT else worst / 2
 
 
-def _difference(whole: torch.Tensor, ours: torch.Tensor, rank: int, size: int) -> float:
+def _difference(full: torch.Tensor, ours: torch.Tensor, rank: int, size: int) -> float:
     """The error of what a rank holds: all of it, or its part along one dimension; 0 if unknown."""
-    if whole.shape == ours.shape:
-        return relative(whole, ours)
-    if whole.dim() != ours.dim():
+    if full.shape == ours.shape:
+        return relative(full, ours)
+    if full.dim() != ours.dim():
         return 0.0
-    dims = [d for d in range(whole.dim()) if whole.size(d) != ours.size(d)]
-    if len(dims) != 1 or ours.size(dims[0]) != chunk(whole.size(dims[0]), size):
+    dims = [d for d in range(full.dim()) if full.size(d) != ours.size(d)]
+    if len(dims) != 1 or ours.size(dims[0]) != chunk(full.size(dims[0]), size):
         return 0.0
     rows = ours.size(dims[0])
-    part = whole.narrow(dims[0], rows * rank, min(rows, max(0, whole.size(dims[0]) - rows * rank)))
+    part = full.narrow(dims[0], rows * rank, min(rows, max(0, full.size(dims[0]) - rows * rank)))
     if not part.numel():
         return 0.0
-    scale = whole.abs().max().clamp(min=1e-30)
+    scale = full.abs().max().clamp(min=1e-30)
     error = float((part - ours.narrow(dims[0], 0, part.size(dims[0]))).abs().max() / scale)
     return error if error == error else float("inf")
