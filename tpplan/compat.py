@@ -36,6 +36,7 @@ __all__ = [
     "run_when_ready",
     "simulate",
     "spec_of",
+    "unfused",
 ]
 
 _RUN_AT_ONCE = 2**62
@@ -118,6 +119,17 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def unfused() -> Iterator[None]:
+    """Without the fused attention layers of ``torch.nn``, which do not call their submodules."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def in_backward() -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from tpplan.compat import unfused
 from tpplan.layout import Rows
 from tpplan.planner.compiled import Argument, Element, ModulePlan
 from tpplan.planner.geometry import attribute
@@ -123,6 +124,8 @@ class _Replay:
             original = module.forward
             if plan.style == "colwise" and path not in self.columns:
                 module.forward = self._inner(path, original)  # type: ignore[method-assign]
+            elif plan.multihead:
+                module.forward = self._multihead(path)  # type: ignore[method-assign]
             elif any(p is not None and p.is_meta for p in module._parameters.values()):
                 module.forward = self._oracle(path, module, plan)  # type: ignore[method-assign]
             elif plan.head_inputs:
@@ -181,7 +184,8 @@ class _Replay:
     def run(self, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int | None) -> None:
         self.rank, self.at, self.running = rank, 0, []
         args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
-        self.model(*args, **kwargs)
+        with unfused():
+            self.model(*args, **kwargs)
         if rank is not None and self.at < len(self.events):
             path = self.events[self.at].path
             raise _Departed(path, "is not reached, which it is in the whole model")
@@ -223,6 +227,19 @@ class _Replay:
                 each = event.made.size(last) // self.tp
                 return event.made.narrow(last, self.rank * each, each).clone()
             return Rows(last, rows.pieces).take(event.made, self.rank)
+
+        return forward
+
+    def _multihead(self, path: str) -> Callable[..., Any]:
+        """torch's own attention: whole in, whole out, by the rewriter's own code."""
+
+        def forward(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+            if self.rank is None:
+                self.events.append(_Event(path, query.clone(), torch.randn(query.shape)))
+                return self.events[-1].made.clone(), None
+            event = self._next(path)
+            _compare(path, event.given, query, "its input is not the whole model's")
+            return event.made.clone(), None
 
         return forward
 
