@@ -162,12 +162,17 @@ class Geometry:
         parts, repeat, fixed = self.parts_of(path)
         known = self.groups[self.group_of(path)]
         dim = 1 if path in self.transposed else 0
+        whole = self.rules[path].options.get("packed") is None
+        units = parts[0].units
+        what = "heads" if not whole or units < parts[0].size else "outputs"
+        if whole and units % tp and tp % units:
+            raise MisfitError(f"tp {tp} does not divide its {units} {what}")
         rows = rows_of(parts, repeat, tp, dim, fixed)
         if rows.shared():
             # heads are shared where others divide: a rank without a query head of its own is idle
             most = max([part.units * repeat for part in parts] + [known.heads or 0])
             if most % tp:
-                raise MisfitError(f"tp {tp} does not divide its {most} heads")
+                raise MisfitError(f"tp {tp} does not divide its {most} {what}")
         total = sum(part.size for part in parts) * repeat
         each = total // tp
         even = all(rows.pieces[r] == ((r * each, (r + 1) * each),) for r in range(tp))
