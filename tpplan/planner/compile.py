@@ -291,10 +291,10 @@ class _Compiler:
         for name in asked:
             if name not in given and name not in takes:
                 known = f"it takes {', '.join(takes)}"
-                self.complaints.say(f"{path}: has no argument '{name}'", where, known)
+                self.complaints.say(f"{fold([path])}: has no argument '{name}'", where, known)
         if not self.geometry.groups[path].heads:
             hint = "state 'heads:' on this rule"
-            self.complaints.say(f"{path}: its number of heads is not known", where, hint)
+            self.complaints.say(f"{fold([path])}: its number of heads is not known", where, hint)
         return tuple((given[name], int(dim)) for name, dim in asked.items() if name in given)
 
     def check_stack(self) -> None:
