@@ -21,6 +21,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+QKV = "  model.layers.*.self_attn.{q,k,v}_proj:       colwise"
+
+
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     code = main(argv)
     captured = capsys.readouterr()
@@ -140,11 +143,18 @@ def test_usage_errors(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_head_counts_that_do_not_divide(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "check", "llama.yaml", "--model", config, "--tp", "8")
+    code, _, err = run(capsys, "check", "llama.yaml", "--model", config, "--tp", "16")
     assert code == 1
-    assert "llama.yaml:8:3: error:" in err
-    assert "tp 8 does not divide its 4 heads" in err
-    assert "tp may be 1, 2, 4" in err
+    line = Path("plans/llama.yaml").read_text().splitlines().index(QKV) + 1
+    assert f"llama.yaml:{line}:3: error:" in err
+    assert "tp 16 does not divide its 8 heads" in err
+    assert "tp may be 1, 2, 4, 8\n" in err
+
+
+def test_key_value_heads_are_shared(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "check", "llama.yaml", "--model", config, "--tp", "8")
+    assert code == 0
+    assert "fits this model at tp 8" in out
 
 
 def test_as_a_process_with_an_exit_code(tmp_path: Path) -> None:

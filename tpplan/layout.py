@@ -86,11 +86,16 @@ class Rows(Placement):  # type: ignore[misc]
 
     def owned(self, rank: int) -> tuple[Range, ...]:
         """Local ranges of the rows that no rank before ``rank`` holds: each row is owned once."""
+        marks = sorted({end for ranges in self.pieces for piece in ranges for end in piece})
         result, at = [], 0
         for start, stop in self.pieces[rank]:
-            if not any(self._holds(r, (start, stop)) for r in range(rank)):
-                result.append((at, at + stop - start))
-            at += stop - start
+            # a range may be shared in part
+            ends = [start, *(mark for mark in marks if start < mark < stop), stop]
+            for cell in itertools.pairwise(ends):
+                rows = cell[1] - cell[0]
+                if not any(self._holds(r, cell) for r in range(rank)):
+                    result.append((at, at + rows))
+                at += rows
         return _joined(result)
 
     def _holds(self, rank: int, piece: Range) -> bool:

@@ -62,14 +62,17 @@ class Auxiliary(nn.Module):
 
 
 class Flattened(nn.Module):
-    """Projects tokens without their batch."""
+    """Projects tokens of which the batch is merged before (0), between (1) or never (2)."""
 
-    def __init__(self) -> None:
+    def __init__(self, merged: int, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.fc, self.out = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.merged, self.between = merged, between
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.out(self.fc(x).relu().flatten(0, 1)).view(x.shape)
+        y = self.fc(x.flatten(0, 1) if self.merged == 0 else x).relu()
+        y = self.between(y.flatten(0, 1) if self.merged == 1 else y)
+        return x + self.out(y).view(x.shape)
 
 
 class Threefold(nn.Module):

@@ -27,10 +27,20 @@ def llama_rules(**changes: Any) -> dict[str, Any]:
     return {"tpplan": 1, "extends": "llama.yaml", "rules": changes}
 
 
+def consumers(plan: CompiledPlan) -> dict[str, tuple[str, ...]]:
+    """Module -> the column-parallel layers of the one tensor that enters there."""
+    found = {}
+    for p in plan.modules.values():
+        if p.boundaries:
+            (boundary,) = p.boundaries
+            found[p.path] = boundary.consumers
+    return found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_boundaries_are_where_the_shared_input_enters(family: str) -> None:
     plan = compiled(hf(family, device="meta"), "llama.yaml")
-    found = {p.path: p.boundary.consumers for p in plan.modules.values() if p.boundary}
+    found = consumers(plan)
     for layer in range(2):
         at = f"model.layers.{layer}"
         assert found.pop(f"{at}.self_attn") == tuple(
@@ -87,9 +97,10 @@ def test_hard_coded_head_counts_become_per_rank_values() -> None:
 
 def test_one_boundary_serves_modules_that_are_given_the_same_tensor() -> None:
     plan = compiled(Parallel(), PARALLEL, inputs=torch.zeros(2, 8, 16), sequence_parallel=False)
-    entries = {p.path: p.boundary for p in plan.modules.values() if p.boundary}
+    entries = {p.path: b for p in plan.modules.values() for b in p.boundaries}
     assert set(entries) == {"layers.0.left", "layers.0.right"}
-    assert {e.shared for e in entries.values() if e} == {("layers.0.left", "layers.0.right")}
+    assert {e.shared for e in entries.values()} == {("layers.0.left", "layers.0.right")}
+    assert len({e.number for e in entries.values()}) == 1
 
 
 def test_a_boundary_stays_inside_a_module_that_also_uses_its_input_otherwise() -> None:
@@ -106,7 +117,7 @@ def test_a_boundary_stays_inside_a_module_that_also_uses_its_input_otherwise() -
         {"tpplan": 1, "rules": {"0.fc": "colwise", "0.out": "rowwise"}},
         inputs=torch.zeros(2, 8, 16),
     )
-    assert [p.path for p in plan.modules.values() if p.boundary] == ["0.fc"]
+    assert consumers(plan) == {"0.fc": ("0.fc",)}
 
 
 def test_nothing_of_the_model_changes() -> None:
@@ -182,18 +193,36 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         2,
         "has no weight of its own to shard; its parts are gate_proj",
     ),
-    "not a Linear": (
+    "a norm of the stream cut by columns": (
         hf,
         llama_rules(**{"model.norm": "colwise"}),
         2,
-        "is not a torch.nn.Linear",
+        "lm_head: vocab: its input is already sharded, by model.norm",
+    ),
+    "a module that does more than multiply": (
+        lambda: nn.Sequential(Scaled(16, 32), nn.Linear(32, 16)),
+        {"tpplan": 1, "rules": {"0": "colwise", "1": "rowwise"}},
+        2,
+        "colwise: it does not just multiply by its weight",
     ),
     "width": (lambda: hf(intermediate_size=90), "llama.yaml", 4, "tp may be 1, 2, 3, 5"),
     "head count": (
-        lambda: hf(num_key_value_heads=2),
+        lambda: hf(num_attention_heads=6, num_key_value_heads=2, hidden_size=96),
         "llama.yaml",
         4,
-        "tp 4 does not divide its 2 heads of 8",
+        "self_attn.q_proj (2 of them): colwise: tp 4 does not divide its 6 heads",
+    ),
+    "key-value heads that ranks can neither divide nor share": (
+        lambda: hf(num_attention_heads=12, num_key_value_heads=3, hidden_size=96),
+        "llama.yaml",
+        4,
+        "self_attn.v_proj (2 of them): colwise: tp 4 does not divide its 3 heads",
+    ),
+    "fewer heads than ranks": (
+        lambda: hf(num_attention_heads=2, num_key_value_heads=2, head_dim=32),
+        "llama.yaml",
+        4,
+        "colwise: tp 4 does not divide its 2 heads",
     ),
     "a matrix nobody mentions": (
         hf,
@@ -229,13 +258,26 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         hf,
         llama_rules(**{"model.layers.*.mlp.down_proj": "colwise"}),
         2,
-        "its input is already sharded",
+        "model.layers.*.mlp.down_proj (2 of them): colwise: its input is already sharded, by "
+        "model.layers.*.mlp.gate_proj, model.layers.*.mlp.up_proj",
     ),
-    "a packed projection": (
-        lambda: Packed(),
+    "a packed projection, cut by its size": (
+        lambda: Packed(sizes=16),
         {"tpplan": 1, "rules": {"qkv": "colwise", "out": "rowwise"}},
         2,
-        "its columns are cut into parts (split)",
+        "fails with its part of qkv: ValueError",
+    ),
+    "a packed projection, cut in three": (
+        lambda: Packed(sizes=None),
+        {"tpplan": 1, "rules": {"qkv": "colwise", "out": "rowwise"}},
+        2,
+        "qkv: the columns of one rank are not enough for its work",
+    ),
+    "a head count written in the code": (
+        GPT,
+        {"tpplan": 1, "extends": "gpt.yaml", "rules": {"blocks.*.attn": "remove"}},
+        2,
+        "fails with its part of blocks.*.attn.q, blocks.*.attn.k, blocks.*.attn.v: RuntimeError",
     ),
     "sequence_parallel over the sequence": (
         lambda: OverTheSequence(),
@@ -284,15 +326,24 @@ class Norms(nn.Module):
 
 
 class Packed(nn.Module):
-    """q, k and v in one projection, cut by blocks."""
+    """q, k and v in one projection, cut into blocks of a written size, or into thirds."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: int | None) -> None:
         super().__init__()
+        self.sizes = sizes
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).split(16, dim=-1)
+        y = self.qkv(x)
+        q, k, v = y.chunk(3, -1) if self.sizes is None else y.split(self.sizes, dim=-1)
         return self.out(q * k + v)
+
+
+class Scaled(nn.Linear):
+    """A Linear with something between the product and the bias."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.weight).softmax(-1) + self.bias
 
 
 class _Mixing(nn.Module):
@@ -334,20 +385,30 @@ def test_all_problems_are_reported_at_once() -> None:
         **{
             "model.layers.*.self_attn.qkv_proj": "colwise",
             "model.layers.*.mlp.u*": "colwise",
-            "model.norm": "colwise",
+            "model.layers.*.mlp": "rowwise",
         }
     )
     with pytest.raises(tpplan.PlanError) as caught:
-        tpplan.check(hf(), plan, 3)
+        tpplan.check(hf(intermediate_size=98), plan, 3)
     text = str(caught.value)
-    for part in ("qkv_proj", "two patterns claim", "model.norm: colwise", "tp 3 does not divide"):
-        assert part in text
+    for part in (
+        "qkv_proj' matches no module",
+        "two patterns claim",
+        "model.layers.*.mlp (2 of them): rowwise: LlamaMLP has no weight",
+        "tp 3 does not divide its 8 heads",
+        "tp 3 does not divide its 4 heads",
+        "tp 3 does not divide its 98 inputs",
+        "tp 3 does not divide its 98 outputs",
+    ):
+        assert text.count(part) == 1, part
 
 
-def test_a_head_count_written_in_the_code_is_found_in_rehearsal() -> None:
-    plan = {"tpplan": 1, "extends": "gpt.yaml", "rules": {"blocks.*.attn": "remove"}}
-    with pytest.raises(tpplan.PlanError, match=r"blocks\.\*\.attn.*fails on its shard at tp 2"):
-        tpplan.check(GPT(), plan, 2)
+def test_sizes_that_do_not_fit_are_reported_together_with_what_fits() -> None:
+    with pytest.raises(tpplan.PlanError) as caught:
+        tpplan.check(hf(intermediate_size=90), "llama.yaml", 4)
+    hints = {d.message.partition(" (")[0]: d.hint for d in caught.value.diagnostics}
+    assert set(hints) == {"model.layers.*.mlp.down_proj", "model.layers.*.mlp.gate_proj"}
+    assert all((hint or "").startswith("tp may be 1, 2, 3, 5") for hint in hints.values())
 
 
 def test_a_model_that_token_ids_do_not_fit_asks_for_inputs() -> None:

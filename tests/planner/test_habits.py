@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ COLUMNS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
 def test_columns_that_do_not_keep_to_themselves(habit: str, sequence_parallel: bool) -> None:
     between, inner = COLUMNS[habit]
     text = refused(lambda: layers.Layer(between, inner), sequence_parallel)
-    assert "layers.*.fc" in text
+    assert "<mapping>:3:3: error: layers.*.fc: the columns of one rank are not enough" in text
     assert "packed" in text
 
 
@@ -70,10 +71,28 @@ def test_more_than_the_stream_leaves_a_layer() -> None:
     assert "gives out more of the" in refused(layers.Auxiliary, True)
 
 
-def test_tokens_without_their_batch() -> None:
-    assert "does not have the stream's shape" in refused(layers.Flattened, True)
+TOKENS: dict[str, Callable[[], nn.Module]] = {
+    "without their batch after the gather": lambda: layers.Flattened(1, lambda y: y),
+    "with their batch after a gather without it": (
+        lambda: layers.Flattened(0, lambda y: y.view(2, 8, -1))
+    ),
+    "that look at each other without their batch": (
+        lambda: layers.Flattened(0, lambda y: y + y.roll(1, 0))
+    ),
+}
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_tokens_in_another_order_than_the_streams(tokens: str) -> None:
+    assert "does not have the stream's shape" in refused(TOKENS[tokens], True)
+
+
+PACKED: dict[str, Any] = {
+    "glu": ["a", "b"],
+    "cut after an activation": ["a", "b"],
+    "unbound heads": ["a", "b"],
+    "k and v in one": ["a", "b"],
+}
 ALLOWED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {
     "one tensor as query, key and value": (
         layers.Threefold,
@@ -85,9 +104,34 @@ ALLOWED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {
         True,
     ),
     "an auxiliary output, TP": (layers.Auxiliary, layers.RULES, False),
-    "tokens without their batch, TP": (layers.Flattened, layers.RULES, False),
+    "tokens without their batch": (
+        lambda: layers.Flattened(0, lambda y: y),
+        layers.RULES,
+        True,
+    ),
+    **{f"tokens {name}, TP": (make, layers.RULES, False) for name, make in TOKENS.items()},
     "a token shift, TP": (lambda: layers.Stream(STREAM["token shift"]), layers.RULES, False),
 }
+
+
+ALLOWED |= {
+    f"{habit}, packed": (
+        # what is refused above, with its layout stated
+        functools.partial(layers.Layer, *COLUMNS[habit]),
+        {**layers.RULES, "layers.*.fc": {"style": "colwise", "packed": packed}},
+        True,
+    )
+    for habit, packed in PACKED.items()
+}
+
+
+@pytest.mark.parametrize("habit", sorted(set(COLUMNS) - set(PACKED)))
+def test_no_layout_makes_a_habit_right(habit: str) -> None:
+    between, inner = COLUMNS[habit]
+    for packed in (["a"], ["a", "b"], {"parts": ["a"], "repeat": 4}):
+        rule = {"style": "colwise", "packed": packed}
+        text = refused(lambda: layers.Layer(between, inner), False, **{"layers.*.fc": rule})
+        assert "layers.*.fc: the columns of one rank are not enough" in text
 
 
 def parity(mesh: DeviceMesh, name: str, sequence_parallel: bool) -> Errors:

@@ -81,10 +81,11 @@ def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> N
         dict.fromkeys(flow.unsharded, "rowwise: its input is whole, not sharded"),
         "a row-parallel layer takes what column-parallel layers produce",
     )
-    complaints.by_rule(
-        dict.fromkeys(flow.twice, "colwise: its input is already sharded"),
-        "make this layer rowwise, or the one before it replicate",
-    )
+    twice = {}
+    for path, makers in flow.twice.items():
+        style = complaints.matches.modules[path].style
+        twice[path] = f"{style}: its input is already sharded, by {fold(makers)}"
+    complaints.by_rule(twice, "make this layer rowwise, or what sharded its input replicate")
     if flow.unreduced and not flow.unsharded:
         message = "sharded activations leave it: no row-parallel layer reduces them"
         hint = "end each sharded region with a rowwise layer"
@@ -112,10 +113,11 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
     for path, maker in flow.torn_stream.items():
         _mixture(path, maker, "the sequence-sharded stream", "sequence_parallel", complaints)
     off = "turn sequence_parallel off"
-    for path, op in flow.along.items():
-        message = f"'{op}' on the sequence-sharded stream is not known to keep positions apart"
-        hint = f"give the module the style sequence_parallel if it does, or {off}"
-        complaints.about(complaints.matches.modules.get(path), [path], message, hint)
+    along = {
+        path: f"'{op}' on the sequence-sharded stream is not known to keep positions apart"
+        for path, op in flow.along.items()
+    }
+    complaints.by_rule(along, f"give the module the style sequence_parallel if it does, or {off}")
     for paths, message in (
         (flow.escaping, "gives out more of the sequence-sharded stream than the stream itself"),
         (flow.foreign, "is given a tensor that is not of the sequence-sharded stream"),

@@ -26,7 +26,7 @@ from tpplan.planner.compiled import (
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import follow
 from tpplan.planner.geometry import Geometry
-from tpplan.planner.match import match
+from tpplan.planner.match import fold, match
 from tpplan.planner.probe import probe_modules
 from tpplan.planner.replay import Failure, prove
 from tpplan.planner.shadow import call_for, shadow_of, shortened
@@ -57,6 +57,8 @@ def compile_plan(
     """
     compiler = _Compiler(model, plan, tp, sequence_parallel)
     compiler.check_structure(kernels)
+    if compiler.complaints.wrong:
+        compiler.check_sizes(inputs)
     compiler.complaints.stop_if_any()
     compiler.examine(inputs)
     compiler.complaints.stop_if_any()
@@ -163,20 +165,8 @@ class _Compiler:
 
     def examine(self, inputs: Any) -> None:
         """Run the model's shadow, infer what the plan leaves open, check what it says."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        shadow = shadow_of(self.model, mode)
         call = call_for(self.model, inputs)
-        self.trace = self.run(shadow.eval(), mode, call)
-        drawing = self.run(shadow.train(), mode, call)
-
-        tied = {
-            name.rpartition(".")[0]
-            for names in self.names.values()
-            if len(names) > 1
-            for name in names
-        }
-        infer.require_called(self.trace, self.styles, tied)
-        self.orient()
+        drawing = self.observe(call)
         heads = {
             path
             for path, style in self.styles.items()
@@ -222,6 +212,30 @@ class _Compiler:
         if not self.complaints.wrong and self.tp > 1:
             self.check_regions(call)
 
+    def observe(self, call: tuple[Any, Any]) -> Trace:
+        """Trace the model in evaluation; the trace in training is returned."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        shadow = shadow_of(self.model, mode)
+        self.trace = self.run(shadow.eval(), mode, call)
+        drawing = self.run(shadow.train(), mode, call)
+        tied = {
+            name.rpartition(".")[0]
+            for names in self.names.values()
+            if len(names) > 1
+            for name in names
+        }
+        infer.require_called(self.trace, self.styles, tied)
+        self.orient()
+        return drawing
+
+    def check_sizes(self, inputs: Any) -> None:
+        """What tp does not fit either, where something else is wrong already."""
+        try:
+            self.observe(call_for(self.model, inputs))
+            self.lay_out()
+        except PlanError as error:
+            self.complaints.wrong.extend(error.diagnostics)
+
     def run(self, shadow: nn.Module, mode: FakeTensorMode, call: tuple[Any, Any]) -> Trace:
         try:
             return record(shadow, mode, *call)
@@ -240,6 +254,8 @@ class _Compiler:
         for path, rule in self.matches.modules.items():
             if rule.style not in ("colwise", "rowwise") or path not in called:
                 continue
+            if self.model.get_submodule(path)._parameters.get("weight") is None:
+                continue  # said before
             found = infer.orientation(self.trace, path)
             stated = rule.options.get("transposed")
             if found is None:
@@ -269,8 +285,9 @@ class _Compiler:
                     if rows is not None:
                         self.layouts[path] = rows
                 elif style == "rowwise":
-                    weight = self.model.get_submodule(path)._parameters["weight"]
-                    assert weight is not None
+                    weight = self.model.get_submodule(path)._parameters.get("weight")
+                    if weight is None or weight.dim() != 2:
+                        continue  # said before
                     width = int(weight.shape[0 if path in self.transposed else 1])
                     if width % self.tp:
                         fit = divisors(width)
@@ -314,10 +331,10 @@ class _Compiler:
         for name in asked:
             if name not in given and name not in takes:
                 known = f"it takes {', '.join(takes)}"
-                self.complaints.say(f"{path}: has no argument '{name}'", where, known)
+                self.complaints.say(f"{fold([path])}: has no argument '{name}'", where, known)
         if not self.geometry.groups[path].heads:
             hint = "state 'heads:' on this rule"
-            self.complaints.say(f"{path}: its number of heads is not known", where, hint)
+            self.complaints.say(f"{fold([path])}: its number of heads is not known", where, hint)
         return tuple((given[name], int(dim)) for name, dim in asked.items() if name in given)
 
     def check_stack(self) -> None:
@@ -355,18 +372,37 @@ class _Compiler:
         failure = self.failure(call)
         if failure is not None and any(rows.shared() for rows in self.layouts.values()):
             failure = self.with_group_sizes(call, failure)
-        if failure is None:
-            return
-        message = f"the sharded regions are not proved: on rank {failure.rank} it {failure.message}"
-        if failure.message.startswith("its "):
-            message = (
-                f"the sharded regions are not proved: on rank {failure.rank} {failure.message}"
-            )
+        if failure is not None:
+            self.say_unproved(failure)
+
+    def say_unproved(self, failure: Failure) -> None:
+        """Blame the layers whose columns were at work where a rank's run departs."""
+        path, message = failure.path, failure.message
+        own = self.matches.modules.get(path)
+        made = [p for p in self.first_path if p in self.columns and _inside(p, path)]
+        call = next((c for c in self.trace.calls if c.path == path), None)
+        if call is not None and not made:
+            made = infer.sources(self.trace, call, self.styles)
+        rule = self.matches.modules[made[0]] if made else self.rule_near(path)
+        paths, packed = [path], "a layer that is several projections in one needs 'packed'"
         hint = (
-            "state how packed layers are laid out ('packed'), and which sizes in the model's code "
-            "are per rank ('attributes' of the attention style)"
+            "a size written in its code may have to become a per-rank value, see 'attributes' of "
+            f"the attention style; {packed}"
         )
-        self.complaints.about(self.rule_near(failure.path), [failure.path], message, hint)
+        at = f"on rank {failure.rank} of {self.tp}"
+        if message.startswith("fails: ") and made:
+            message = f"fails with its part of {fold(made)}: {message.removeprefix('fails: ')}"
+        if message.startswith("its input"):
+            departs = f"{at}, {message.replace('its input', f'the input of {path}', 1)}"
+            paths = made or paths
+            message = f"the columns of one rank are not enough for its work: {departs}"
+            hint = f"{packed}; a size in the model's code may have to become a per-rank value, see "
+            hint += "'attributes' of the attention style"
+        elif own is not None and own.style == "attention":
+            rule, message = own, f"{at} it {message}"
+        else:
+            message = f"{at} it {message}"
+        self.complaints.about(rule, paths, message, hint)
 
     def failure(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Failure | None:
         plans = self.module_plans()
@@ -530,6 +566,10 @@ def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
 def _dropouts(model: nn.Module) -> set[str]:
     kind = nn.modules.dropout._DropoutNd
     return {path for path, module in model.named_modules() if isinstance(module, kind)}
+
+
+def _inside(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")
 
 
 def _parents(path: str) -> Iterable[str]:

@@ -24,8 +24,10 @@ class Complaints:
             raise PlanError(self.wrong)
 
     def say(self, message: str, position: Position | None = None, hint: str | None = None) -> None:
-        """Something that is about no module in particular."""
-        self.wrong.append(Diagnostic(message, position, hint))
+        """Something that is about no module in particular; the same thing is said once."""
+        found = Diagnostic(message, position, hint)
+        if found not in self.wrong:
+            self.wrong.append(found)
 
     def about(
         self, rule: Rule | None, paths: Iterable[str], message: str, hint: str | None = None

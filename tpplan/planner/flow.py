@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from tpplan.language import Rule
 from tpplan.planner.compiled import Boundary, Element
-from tpplan.planner.infer import KEEPING, VIEWS
+from tpplan.planner.infer import KEEPING, VIEWS, sources
 from tpplan.planner.trace import Call, Op, Trace
 
 
@@ -25,7 +25,8 @@ class Flow:
     Attributes:
         in_region, on_stream, elsewhere: parameter names by what they met.
         unsharded: row-parallel layers whose input is whole.
-        twice: column-parallel layers whose input is already sharded.
+        twice: column-parallel layers and heads whose input is already sharded, and the layers
+            that sharded it.
         unreduced: elements, or the model (""), that sharded activations leave.
         mixed: outside the elements, modules (by path) that combine the stream with a whole
             tensor, and the path of the module that made that tensor.
@@ -43,7 +44,7 @@ class Flow:
     on_stream: set[str] = field(default_factory=set)
     elsewhere: set[str] = field(default_factory=set)
     unsharded: list[str] = field(default_factory=list)
-    twice: list[str] = field(default_factory=list)
+    twice: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unreduced: list[str] = field(default_factory=list)
     mixed: dict[str, str] = field(default_factory=dict)
     torn: dict[str, str] = field(default_factory=dict)
@@ -137,23 +138,26 @@ class _Walk:
         given = next((n for n in call.arguments if n in self.trace.floating), None)
         if style == "rowwise" and given is not None and given not in self.region:
             self.flow.unsharded.append(call.path)
-        if call.path in self.columns and given in self.region:
-            self.flow.twice.append(call.path)
+        head = style == "vocab" and call.path in self.boundaries
+        if (head or call.path in self.columns) and given is not None and given in self.region:
+            self.flow.twice[call.path] = tuple(sources(self.trace, call, self.styles))
         around = self._element_of(call)
         if around is not None and style == "rowwise" and given is not None:
             stream = self._argument(around, self.elements[around.path].argument.name)
-            if stream is None or not self._rows_of(given, stream):
+            # with or without their batch: as the column-parallel layers were given them
+            same = (given in self.flat) == (len(self.trace.shapes[given]) <= self.dim + 1)
+            if stream is None or not same or not self._rows_of(given, stream):
                 self.flow.flattened.append(call.path)
+        if call.path in self.elements:
+            number = self._argument(call, self.elements[call.path].argument.name)
+            if number is not None:
+                self.stream.add(number)
         entries = self.entry.get(call.index, set()) if around is not None else set()
         if not entries <= self.stream | self.region:
             self.flow.foreign.append(call.path)
         outside = around is None and given in self.stream
         if style == "replicate" and outside and given not in self.region:
             self.apart.add(call.index)
-        if call.path in self.elements:
-            number = self._argument(call, self.elements[call.path].argument.name)
-            if number is not None:
-                self.stream.add(number)
         if call.path in self.dropouts and given is not None:
             kind = "region" if given in self.region else "stream" if given in self.stream else ""
             self.flow.draws.setdefault(call.path, set()).add(kind or "whole")
@@ -228,7 +232,9 @@ class _Walk:
                 if whole:
                     self.flow.torn_stream.setdefault(around[0].path, self.maker.get(whole[0], ""))
             else:
-                self.note_mixture(op, data, around)
+                # what a module made of its weights alone (positions) is whole too
+                made = [n for n in op.inputs if n in self.weights and n in self.maker]
+                self.note_mixture(op, [*data, *made], around)
         if weights or any(n in self.trained for n in data):
             self.trained.update(op.outputs)
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tpplan.language import Diagnostic, Expression, ExpressionError, Rule
+from tpplan.language import Diagnostic, Expression, ExpressionError, Position, Rule
 from tpplan.layout import MisfitError, Part, Rows, rows_of
+from tpplan.planner.match import fold
 
 _QUERIES = frozenset({"q", "query", "queries"})
 _KEYS = frozenset({"k", "v", "key", "value", "keys", "values"})
@@ -113,16 +114,19 @@ class Geometry:
             return Expression(str(value)).evaluate(self.names_of(path))
         except ExpressionError as error:
             where = rule.option_positions.get(option, rule.position)
-            self.wrong.append(Diagnostic(f"{path}: {option}: {error}", where))
+            self._say(path, f"{option}: {error}", where)
             return None
+
+    def _say(self, path: str, message: str, where: Position, hint: str | None = None) -> None:
+        """Once for all modules that a rule speaks of."""
+        found = Diagnostic(f"{fold([path])}: {message}", where, hint)
+        if found not in self.wrong:
+            self.wrong.append(found)
 
     def parts_of(self, path: str) -> tuple[list[Part], int, bool]:
         """The parts of a column-parallel layer, how often they are repeated, and whether the
         model's code counts on that number."""
-        rule, module = self.rules[path], self.model.get_submodule(path)
-        weight = module._parameters["weight"]
-        assert weight is not None
-        total = int(weight.shape[1 if path in self.transposed else 0])
+        rule, total = self.rules[path], self._outputs(path)
         known = self.groups[self.group_of(path)]
         packed = rule.options.get("packed")
         if packed is None:
@@ -141,11 +145,16 @@ class Geometry:
             parts = [Part(name, n * width, n) for name, n in zip(names, counts, strict=True)]
         if sum(part.size for part in parts) * repeat != total:
             stated = ", ".join(f"{part.name} {part.size}" for part in parts)
-            message = f"{path}: packed: {stated}, {repeat} times, are not its {total} outputs"
+            message = f"packed: {stated}, {repeat} times, are not its {total} outputs"
             hint = f"what is known of its heads: {known.known() or 'nothing'}"
             where = rule.option_positions.get("packed", rule.position)
-            self.wrong.append(Diagnostic(message, where, hint))
+            self._say(path, message, where, hint)
         return parts, repeat, isinstance(packed.get("repeat"), int)
+
+    def _outputs(self, path: str) -> int:
+        weight = self.model.get_submodule(path)._parameters["weight"]
+        assert weight is not None
+        return int(weight.shape[1 if path in self.transposed else 0])
 
     def _repeat(self, rule: Rule, path: str, value: object, known: Heads) -> int:
         if isinstance(value, str) and value in known.known():
@@ -160,15 +169,22 @@ class Geometry:
             MisfitError: where ``tp`` does not fit; see ``fitting``.
         """
         parts, repeat, fixed = self.parts_of(path)
+        total = self._outputs(path)
+        if sum(part.size for part in parts) * repeat != total:
+            return None  # said by parts_of
         known = self.groups[self.group_of(path)]
         dim = 1 if path in self.transposed else 0
+        whole = self.rules[path].options.get("packed") is None
+        units = parts[0].units
+        what = "heads" if not whole or units < parts[0].size else "outputs"
+        if whole and units % tp and tp % units:
+            raise MisfitError(f"tp {tp} does not divide its {units} {what}")
         rows = rows_of(parts, repeat, tp, dim, fixed)
         if rows.shared():
             # heads are shared where others divide: a rank without a query head of its own is idle
             most = max([part.units * repeat for part in parts] + [known.heads or 0])
             if most % tp:
-                raise MisfitError(f"tp {tp} does not divide its {most} heads")
-        total = sum(part.size for part in parts) * repeat
+                raise MisfitError(f"tp {tp} does not divide its {most} {what}")
         each = total // tp
         even = all(rows.pieces[r] == ((r * each, (r + 1) * each),) for r in range(tp))
         return None if even and total % tp == 0 else rows
@@ -201,21 +217,20 @@ class Geometry:
             for name, text in expressions.items():
                 present = attribute(self.model.get_submodule(path), name)
                 if not isinstance(present, int):
-                    message = f"{path} has no integer attribute '{name}'"
-                    self.wrong.append(Diagnostic(message, where))
+                    self._say(path, f"has no integer attribute '{name}'", where)
                     continue
                 try:
                     expression = Expression(str(text))
                     computed = expression.evaluate(whole)
                     per_rank = expression.evaluate(local)
                 except ExpressionError as error:
-                    self.wrong.append(Diagnostic(f"{path}: {name}: {error}", where))
+                    self._say(path, f"{name}: {error}", where)
                     continue
                 if computed != present:
-                    message = f"{path}: '{text}' is {computed}, but {name} is {present}"
+                    message = f"'{text}' is {computed}, but {name} is {present}"
                     listed = ", ".join(f"{k} = {v}" for k, v in known.known().items())
                     hint = f"what is known: {listed or 'no heads'}"
-                    self.wrong.append(Diagnostic(message, where, hint))
+                    self._say(path, message, where, hint)
                     continue
                 result.setdefault(path, {})[name] = (present, per_rank)
         return result

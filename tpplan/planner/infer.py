@@ -181,6 +181,27 @@ def _heads_of(shape: tuple[int, ...], width: int, deeper: int) -> tuple[int, ...
     return shape[-count:] if product == width and count > 1 else ()
 
 
+def sources(trace: Trace, call: Call, styles: Mapping[str, str]) -> list[str]:
+    """The column-parallel layers whose outputs reach the input of a call, as it was traced."""
+    ends = {
+        number: other.path
+        for other in trace.calls
+        if styles.get(other.path) in ("colwise", "rowwise") and other.index != call.index
+        for number in other.outputs
+    }
+    pending = {n for n in call.arguments if n in trace.floating}
+    found: set[str] = set()
+    for op in reversed(trace.ops[: call.first_op]):
+        if not pending.intersection(op.outputs):
+            continue
+        reached = [ends[n] for n in pending.intersection(op.outputs) if n in ends]
+        found.update(path for path in reached if styles[path] == "colwise")
+        pending.difference_update(op.outputs)
+        if not reached:
+            pending.update(op.inputs)
+    return [path for path in dict.fromkeys(c.path for c in trace.calls) if path in found]
+
+
 def require_called(trace: Trace, styles: Mapping[str, str], tied: Set[str]) -> None:
     """Refuse what cannot be inferred: a sharded module that the traced forward never called.
 

@@ -8,6 +8,7 @@ from tpplan.language import Rule
 from tpplan.planner.compiled import Element
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.infer import KEEPING, VIEWS
+from tpplan.planner.match import fold
 from tpplan.planner.trace import Trace
 
 _SUMS = frozenset({"add", "add_"})
@@ -48,7 +49,7 @@ def reduced_together(
         for path in asked[:1]:
             rule = rules[path]
             where = rule.option_positions.get("reduce", rule.position)
-            message = f"{', '.join(members)}: reduce: the model does more than add their outputs"
+            message = f"{fold(members)}: reduce: the model does more than add their outputs"
             complaints.say(message, where, "leave 'reduce' out, each is reduced on its own then")
     return result
 
