@@ -36,6 +36,7 @@ __all__ = [
     "run_when_ready",
     "simulate",
     "spec_of",
+    "unflattened",
 ]
 
 _RUN_AT_ONCE = 2**62
@@ -96,6 +97,14 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTenso
         local = local.detach()
     # what DTensor.__new__ is: DTensor.__init__ does nothing, for more than half of the time
     return torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
+
+
+def unflattened(kind: type[DTensor], inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
+    """``__tensor_unflatten__`` of a DTensor's subclass: what torch builds, but of that class."""
+    plain = DTensor.__tensor_unflatten__(inner, context, size, stride)
+    return torch.Tensor._dtensor__new__(  # type: ignore[attr-defined, no-any-return]
+        kind, plain._local_tensor, plain._spec, requires_grad=plain.requires_grad
+    )
 
 
 def below_autograd() -> contextlib.AbstractContextManager[object]:

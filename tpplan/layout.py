@@ -9,6 +9,8 @@ parts only, and no sharing.)
 
 from __future__ import annotations
 
+import collections
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +45,8 @@ class Rows(Placement):  # type: ignore[misc]
         return False
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
         same = isinstance(other, Rows) and self.dim == other.dim
         return same and self.pieces == other.pieces  # type: ignore[attr-defined]
 
@@ -75,26 +79,55 @@ class Rows(Placement):  # type: ignore[misc]
             whole.narrow(self.dim, start, rows).copy_(local.narrow(self.dim, at, rows))
             at += rows
 
+    @functools.cached_property
+    def cells(self) -> tuple[tuple[Range, ...], ...]:
+        """The ranges of every rank, in its order, cut so that no two of them overlap in part."""
+        marks = sorted({end for ranges in self.pieces for piece in ranges for end in piece})
+        cut = list(itertools.pairwise(marks))
+        return tuple(
+            tuple(cell for start, stop in ranges for cell in cut if start <= cell[0] < stop)
+            for ranges in self.pieces
+        )
+
     def shared(self) -> tuple[Range, ...]:
         """The ranges that more than one rank holds, in order."""
-        marks = sorted({end for ranges in self.pieces for piece in ranges for end in piece})
-        cells = list(itertools.pairwise(marks))
-        held = [
-            (cell, sum(self._holds(r, cell) for r in range(len(self.pieces)))) for cell in cells
-        ]
-        return _joined([cell for cell, holders in held if holders > 1])
+        return self._shared
+
+    @functools.cached_property
+    def _shared(self) -> tuple[Range, ...]:
+        holders = collections.Counter(cell for cells in self.cells for cell in cells)
+        return _joined([cell for cell in sorted(holders) if holders[cell] > 1])
 
     def owned(self, rank: int) -> tuple[Range, ...]:
         """Local ranges of the rows that no rank before ``rank`` holds: each row is owned once."""
-        result, at = [], 0
-        for start, stop in self.pieces[rank]:
-            if not any(self._holds(r, (start, stop)) for r in range(rank)):
-                result.append((at, at + stop - start))
-            at += stop - start
-        return _joined(result)
+        return self._owned[rank]
 
-    def _holds(self, rank: int, piece: Range) -> bool:
-        return any(a <= piece[0] and piece[1] <= b for a, b in self.pieces[rank])
+    @functools.cached_property
+    def _owned(self) -> tuple[tuple[Range, ...], ...]:
+        result, seen = [], set[Range]()
+        for cells in self.cells:
+            mine = [(at, at + stop - start) for at, (start, stop) in placed(cells)]
+            new = [cell not in seen for cell in cells]
+            result.append(_joined(list(itertools.compress(mine, new))))
+            seen.update(cells)
+        return tuple(result)
+
+    def overlaps(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """Where ``rank`` holds shared rows: (start here, start among the shared rows, rows)."""
+        where = []
+        for at, (start, stop) in placed(self.cells[rank]):
+            base = 0
+            for first, last in self._shared:
+                if first <= start < last:
+                    where.append((at, base + start - first, stop - start))
+                base += last - first
+        return tuple(where)
+
+
+def placed(ranges: Sequence[Range]) -> list[tuple[int, Range]]:
+    """Each range with the place at which it begins where they lie one after the other."""
+    lengths = (stop - start for start, stop in ranges)
+    return list(zip(itertools.accumulate(lengths, initial=0), ranges, strict=False))
 
 
 def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:

@@ -96,15 +96,17 @@ def _wrapped(grad: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
 def _summed_part(grad: torch.Tensor, spec: compat.DTensorSpec, group: Group) -> torch.Tensor:
     """What of a gradient the ranks sum: all of it, or the rows that several of them hold.
 
-    Those lie where the whole parameter has them, with zeros for the rows of other ranks.
+    Those lie in the order of the whole parameter, with zeros for the rows of other ranks.
     """
     rows = spec.placements[0]
     if not isinstance(rows, Rows):
         return grad
-    whole = grad.new_zeros(spec.tensor_meta.shape)  # type: ignore[union-attr]
-    rows.put(whole, grad, group.rank)
-    parts = [whole.narrow(rows.dim, start, stop - start) for start, stop in rows.shared()]
-    return torch.cat(parts, rows.dim)
+    shape = list(grad.shape)
+    shape[rows.dim] = sum(stop - start for start, stop in rows.shared())
+    part = grad.new_zeros(shape)
+    for here, there, length in rows.overlaps(group.rank):
+        part.narrow(rows.dim, there, length).copy_(grad.narrow(rows.dim, here, length))
+    return part
 
 
 def _with_sum(
@@ -113,13 +115,10 @@ def _with_sum(
     rows = spec.placements[0]
     if not isinstance(rows, Rows):
         return total
-    whole = grad.new_zeros(spec.tensor_meta.shape)  # type: ignore[union-attr]
-    rows.put(whole, grad, group.rank)
-    at = 0
-    for start, stop in rows.shared():
-        whole.narrow(rows.dim, start, stop - start).copy_(total.narrow(rows.dim, at, stop - start))
-        at += stop - start
-    return rows.take(whole, group.rank)
+    grad = grad.clone(memory_format=torch.contiguous_format)
+    for here, there, length in rows.overlaps(group.rank):
+        grad.narrow(rows.dim, here, length).copy_(total.narrow(rows.dim, there, length))
+    return grad
 
 
 def _differentiably(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[DTensor | None]:
