@@ -30,6 +30,7 @@ __all__ = [
     "dtensor_spec",
     "fake_world",
     "in_backward",
+    "kept_by_fsdp",
     "local_of",
     "mesh_of",
     "quiet",
@@ -105,6 +106,29 @@ def unflattened(kind: type[DTensor], inner: Any, context: Any, size: Any, stride
     return torch.Tensor._dtensor__new__(  # type: ignore[attr-defined, no-any-return]
         kind, plain._local_tensor, plain._spec, requires_grad=plain.requires_grad
     )
+
+
+def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
+    """Have FSDP2 build DTensors whose last placement is of class ``placement`` as ``kind``.
+
+    It takes parameters and gradients apart and builds plain DTensors from their specs, which would
+    have the placement, but not what goes with it.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    build = _fsdp_param._from_local_no_grad
+    if placement in getattr(build, "placements", ()):
+        return
+
+    def built(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+        if isinstance(spec.placements[-1], placement):
+            return torch.Tensor._dtensor__new__(  # type: ignore[attr-defined, no-any-return]
+                kind, local, spec, requires_grad=local.requires_grad
+            )
+        return build(local, spec)
+
+    built.placements = (placement, *getattr(build, "placements", ()))  # type: ignore[attr-defined]
+    _fsdp_param._from_local_no_grad = built
 
 
 def below_autograd() -> contextlib.AbstractContextManager[object]:

@@ -10,7 +10,6 @@ parts only, and no sharing.)
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,15 +21,24 @@ Range = tuple[int, int]
 
 
 class Rows(Placement):  # type: ignore[misc]
-    """A placement: along ``dim``, rank r holds the ranges ``pieces[r]``, one after the other."""
+    """A placement: along ``dim``, rank r holds the ranges ``pieces[r]``, one after the other.
+
+    Attributes:
+        cells: the pieces, cut so that no two of them overlap only in part.
+    """
 
     dim: int
     pieces: tuple[tuple[Range, ...], ...]
+    cells: tuple[tuple[Range, ...], ...]
 
     def __init__(self, dim: int, pieces: Sequence[Sequence[Range]]) -> None:
         super().__init__()
         self.dim = dim
         self.pieces = tuple(_joined(ranges) for ranges in pieces)
+        self.cells = _cells(self.pieces)
+        holders = collections.Counter(cell for cells in self.cells for cell in cells)
+        self._shared = _joined([cell for cell in sorted(holders) if holders[cell] > 1])
+        self._owned = _firsts(self.cells)
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Not a ``Shard``: code that cuts evenly must not take it for one."""
@@ -79,38 +87,13 @@ class Rows(Placement):  # type: ignore[misc]
             whole.narrow(self.dim, start, rows).copy_(local.narrow(self.dim, at, rows))
             at += rows
 
-    @functools.cached_property
-    def cells(self) -> tuple[tuple[Range, ...], ...]:
-        """The ranges of every rank, in its order, cut so that no two of them overlap in part."""
-        marks = sorted({end for ranges in self.pieces for piece in ranges for end in piece})
-        cut = list(itertools.pairwise(marks))
-        return tuple(
-            tuple(cell for start, stop in ranges for cell in cut if start <= cell[0] < stop)
-            for ranges in self.pieces
-        )
-
     def shared(self) -> tuple[Range, ...]:
         """The ranges that more than one rank holds, in order."""
         return self._shared
 
-    @functools.cached_property
-    def _shared(self) -> tuple[Range, ...]:
-        holders = collections.Counter(cell for cells in self.cells for cell in cells)
-        return _joined([cell for cell in sorted(holders) if holders[cell] > 1])
-
     def owned(self, rank: int) -> tuple[Range, ...]:
         """Local ranges of the rows that no rank before ``rank`` holds: each row is owned once."""
         return self._owned[rank]
-
-    @functools.cached_property
-    def _owned(self) -> tuple[tuple[Range, ...], ...]:
-        result, seen = [], set[Range]()
-        for cells in self.cells:
-            mine = [(at, at + stop - start) for at, (start, stop) in placed(cells)]
-            new = [cell not in seen for cell in cells]
-            result.append(_joined(list(itertools.compress(mine, new))))
-            seen.update(cells)
-        return tuple(result)
 
     def overlaps(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """Where ``rank`` holds shared rows: (start here, start among the shared rows, rows)."""
@@ -122,6 +105,29 @@ class Rows(Placement):  # type: ignore[misc]
                     where.append((at, base + start - first, stop - start))
                 base += last - first
         return tuple(where)
+
+
+def _cells(pieces: Sequence[Sequence[Range]]) -> tuple[tuple[Range, ...], ...]:
+    marks = sorted({end for ranges in pieces for piece in ranges for end in piece})
+    index = {mark: i for i, mark in enumerate(marks)}
+    return tuple(
+        tuple(
+            cell
+            for start, stop in ranges
+            for cell in itertools.pairwise(marks[index[start] : index[stop] + 1])
+        )
+        for ranges in pieces
+    )
+
+
+def _firsts(cells: Sequence[Sequence[Range]]) -> tuple[tuple[Range, ...], ...]:
+    """For every rank, the local ranges of the cells that no rank before it holds."""
+    result, seen = [], set[Range]()
+    for own in cells:
+        here = [(at, at + cell[1] - cell[0]) for at, cell in placed(own) if cell not in seen]
+        result.append(_joined(here))
+        seen.update(own)
+    return tuple(result)
 
 
 def placed(ranges: Sequence[Range]) -> list[tuple[int, Range]]:

@@ -31,6 +31,9 @@ _LOCAL = frozenset(
 _NORMS = frozenset({"linalg_vector_norm", "norm", "_foreach_norm", "_foreach_powsum"})
 _WHOLE_LISTS = frozenset({"_foreach_max", "_foreach_mm"})  # they mix the rows of a tensor
 _RESHAPES = frozenset({"view", "_unsafe_view", "expand", "reshape"})
+# torch.compile cannot trace the constructor of a DTensor's subclass, but an op that it handles
+_library = torch.library.Library("tpplan", "FRAGMENT")
+_library.define("rows_like(Tensor local, Tensor origin) -> Tensor")
 _GATHER = Site("", "a packed or shared parameter, gathered")
 
 
@@ -58,6 +61,8 @@ class RowsTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
+        if func is torch.ops.tpplan.rows_like.default:
+            return _like(*args)
         if name in _NORMS and _counts_once(args, kwargs):
             return func(*tree_map(_owned, args), **tree_map(_owned, kwargs))
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -157,6 +162,13 @@ class View(DTensor):
 torch.serialization.add_safe_globals([RowsTensor, Rows])  # torch.load, as for other DTensors
 
 
+def rows_like(local: torch.Tensor, origin: DTensor) -> RowsTensor:
+    """``local`` in place of the rows of ``origin``; outside autograd."""
+    if torch.compiler.is_compiling():
+        return torch.ops.tpplan.rows_like(local, origin)  # type: ignore[no-any-return]
+    return _like(local, origin)  # type: ignore[arg-type]
+
+
 def distributed(
     value: torch.Tensor, mesh: DeviceMesh, placement: Placement, source: int | None
 ) -> DTensor:
@@ -172,6 +184,7 @@ def distributed(
         if source is None and not placement.is_replicate() and local._is_view():
             result = compat.dtensor(local.clone(), compat.spec_of(result))
         return result
+    compat.kept_by_fsdp(Rows, RowsTensor)
     rank = mesh.get_local_rank()
     if source is None or value.is_meta:
         local = placement.take(value, rank)
