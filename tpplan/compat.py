@@ -30,12 +30,14 @@ __all__ = [
     "dtensor_spec",
     "fake_world",
     "in_backward",
+    "kept_by_fsdp",
     "local_of",
     "mesh_of",
     "quiet",
     "run_when_ready",
     "simulate",
     "spec_of",
+    "unflattened",
     "unfused",
 ]
 
@@ -97,6 +99,37 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTenso
         local = local.detach()
     # what DTensor.__new__ is: DTensor.__init__ does nothing, for more than half of the time
     return torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
+
+
+def unflattened(kind: type[DTensor], inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
+    """``__tensor_unflatten__`` of a DTensor's subclass: what torch builds, but of that class."""
+    plain = DTensor.__tensor_unflatten__(inner, context, size, stride)
+    return torch.Tensor._dtensor__new__(  # type: ignore[attr-defined, no-any-return]
+        kind, plain._local_tensor, plain._spec, requires_grad=plain.requires_grad
+    )
+
+
+def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
+    """Have FSDP2 build DTensors whose last placement is of class ``placement`` as ``kind``.
+
+    It takes parameters and gradients apart and builds plain DTensors from their specs, which would
+    have the placement, but not what goes with it.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    build = _fsdp_param._from_local_no_grad
+    if placement in getattr(build, "placements", ()):
+        return
+
+    def built(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+        if isinstance(spec.placements[-1], placement):
+            return torch.Tensor._dtensor__new__(  # type: ignore[attr-defined, no-any-return]
+                kind, local, spec, requires_grad=local.requires_grad
+            )
+        return build(local, spec)
+
+    built.placements = (placement, *getattr(build, "placements", ()))  # type: ignore[attr-defined]
+    _fsdp_param._from_local_no_grad = built
 
 
 def below_autograd() -> contextlib.AbstractContextManager[object]:
