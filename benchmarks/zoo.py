@@ -95,6 +95,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
     },
+    "codegen": {"n_head": 16},  # four blocks of heads on each rank
     "dbrx": {
         "attn_config": {"kv_n_heads": 4, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},

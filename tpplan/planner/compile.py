@@ -298,7 +298,7 @@ class _Compiler:
                 misfits.setdefault(fit, {})[path] = f"colwise: {error}"
         for fit, found in misfits.items():
             self.complaints.by_rule(found, f"tp may be {fit}")
-        for path in self.multihead:
+        for path in self.multihead if not self.complaints.wrong else ():
             self.lay_out_multihead(path)
         self.attributes = self.geometry.attributes(self.tp)
         for path, module in self.model.named_modules():
