@@ -216,6 +216,15 @@ def test_a_norm_whose_gradient_is_not_summed(planted: Callable[[Change], None], 
     assert "sequence_parallel" in str(error)
 
 
+def test_a_fault_among_ranks_without_a_row(planted: Callable[[Change], None]) -> None:
+    """13 rows on 8 ranks: the last one has none."""
+    of = {"model.norm.weight": lambda entry: {"summed": False}}
+    planted(lambda compiled: with_parameters(compiled, of=of))
+    error = caught(llama(num_key_value_heads=8), "llama.yaml", 8, sequence_parallel=True)
+    assert error.divergence is not None
+    assert error.divergence.module == "model.norm"
+
+
 def test_a_bias_added_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     right = linear._reduced
 

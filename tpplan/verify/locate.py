@@ -147,8 +147,9 @@ def _difference(
     dims = [d for d in range(full.dim()) if full.size(d) != ours.size(d)]
     if len(dims) != 1 or ours.size(dims[0]) != chunk(full.size(dims[0]), size):
         return 0.0
-    rows = ours.size(dims[0])
-    part = full.narrow(dims[0], rows * rank, min(rows, max(0, full.size(dims[0]) - rows * rank)))
+    length, total = ours.size(dims[0]), full.size(dims[0])
+    start, stop = min(rank * length, total), min((rank + 1) * length, total)
+    part = full.narrow(dims[0], start, stop - start)
     if not part.numel():
         return 0.0
     scale = full.abs().max().clamp(min=1e-30)
