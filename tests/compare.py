@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tpplan.layout import Rows
+from tpplan.comm.rows import RowsTensor
 
 TOLERANCE = 1e-5
 WRONG = float("inf")
@@ -28,9 +28,8 @@ def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``whole`` under the placements of ``like``; nothing is sent."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole
-    (placement, *others) = like.placements
-    if isinstance(placement, Rows) and not others:
-        return placement.take(whole, like.device_mesh.get_local_rank())
+    if isinstance(like, RowsTensor):
+        return like.rows.take(whole, like.device_mesh.get_local_rank())
     mine = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     return mine.to_local()
 

@@ -40,10 +40,12 @@ FAMILIES = tuple(_OWN)
 
 
 def hf(family: str = "Llama", seed: int = 1, device: str = "cpu", **changes: Any) -> Any:
-    """A ``<family>ForCausalLM`` in training mode; ``changes`` go to its config."""
+    """Any ``<family>ForCausalLM`` in training mode; ``changes`` go to its config."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **_OWN[family], **changes})
+    config = getattr(transformers, f"{family}Config")(
+        **{**_SIZES, **_OWN.get(family, {}), **changes}
+    )
     with torch.device(device):
         model = getattr(transformers, f"{family}ForCausalLM")(config)
     if device != "meta":

@@ -1,8 +1,22 @@
 """tpplan: compile a YAML sharding plan onto a PyTorch model that was never written for it."""
 
-from tpplan.api import check, dry_run, load_plan, parallelize
+from tpplan.api import check, dry_run, load_plan, parallelize, verify
+from tpplan.hf import from_hf
 from tpplan.language import Plan, PlanError
+from tpplan.proof import Verification, VerificationError
 from tpplan.report import Report
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "PlanError", "Report", "check", "dry_run", "load_plan", "parallelize"]
+__all__ = [
+    "Plan",
+    "PlanError",
+    "Report",
+    "Verification",
+    "VerificationError",
+    "check",
+    "dry_run",
+    "from_hf",
+    "load_plan",
+    "parallelize",
+    "verify",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tpplan import report
+from tpplan import proof, report
 from tpplan.compat import fake_world
 from tpplan.language import Diagnostic, Plan, PlanError, load, parse_mapping
 from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.proof import Verification
 from tpplan.report import Report
 from tpplan.report.rehearse import rehearse
 from tpplan.rewrite import apply, plan_of
@@ -146,6 +147,49 @@ def check(
         with fake_world(tp) as mesh:
             rehearse(model, compiled, mesh, inputs)
     return compiled
+
+
+def verify(
+    make_model: nn.Module | Callable[[], nn.Module],
+    plan: PlanSource,
+    tp: int = 2,
+    *,
+    sequence_parallel: bool | None = None,
+    inputs: Any = None,
+    processes: bool = False,
+    tolerance: float = 1e-5,
+    seed: int = 0,
+) -> Verification:
+    """Prove ``plan`` numerically: ``tp`` ranks against the unsharded model, every gradient.
+
+    The ranks are simulated in this process. The model runs in evaluation mode (its own randomness
+    off) and in float32; parameters that are all alike are stirred, for zero biases and unit norms
+    hide mistakes. Needs no process group, and leaves one that is running alone.
+
+    Args:
+        make_model: a function that makes the model, or the model; with real weights.
+        sequence_parallel: one mode only; None for plain TP and, where the plan has it, TP+SP.
+        inputs: a call the model accepts, where token ids are not one.
+        processes: real gloo processes instead of simulated ranks.
+        tolerance: of max|difference| / max|reference| of the outputs, and of the gradients'
+            max|difference| / max(max|g|, 1e-3 of the largest |g| in the model).
+        seed: of the inputs, the objective's weights and what is stirred.
+
+    Raises:
+        PlanError: as ``parallelize`` does.
+        VerificationError: naming the first module whose output or gradient differs.
+    """
+    model = make_model if isinstance(make_model, nn.Module) else make_model()
+    return proof.verify(
+        model,
+        load_plan(plan, model),
+        tp,
+        sequence_parallel=sequence_parallel,
+        inputs=inputs,
+        processes=processes,
+        tolerance=tolerance,
+        seed=seed,
+    )
 
 
 def _tp_mesh(mesh: DeviceMesh) -> DeviceMesh:

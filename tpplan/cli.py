@@ -1,15 +1,20 @@
-"""The command line: ``tpplan dry-run | check | explain | list | show``."""
+"""The command line: ``tpplan dry-run | verify | check | explain | list | show``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpplan.language import PlanError, suggest
+
+if TYPE_CHECKING:
+    import torch
 
 FINE, FAILED, USAGE = 0, 1, 2
 
@@ -66,6 +71,19 @@ def _parser() -> argparse.ArgumentParser:
     dry_run.add_argument("--batch", type=_positive, default=1)
     dry_run.add_argument("--seq", type=_positive, default=2048, help="sequence length")
     dry_run.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
+
+    verify = command("verify", _verify, "prove a plan: simulated ranks against the whole model")
+    _plan_and_model(verify)
+    verify.add_argument(
+        "--processes", action="store_true", help="real gloo processes instead of simulated ranks"
+    )
+    verify.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME:DTYPE[SHAPE]",
+        help="an input of the model, as in input_ids:int64[2,13]; may be given several times",
+    )
 
     check = command("check", _check, "what is wrong with a plan, on its own or for a model")
     _plan_and_model(check, model_required=False)
@@ -145,6 +163,57 @@ def _check(args: argparse.Namespace) -> int:
     mode = "TP+SP" if compiled.sequence_parallel else "TP"
     print(f"{plan.name}: fits this model at tp {args.tp}, {mode}")
     return FINE
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from tpplan.api import verify
+    from tpplan.models import build, made_runnable
+    from tpplan.proof import VerificationError, describe
+
+    model, note = made_runnable(build(args.model))
+    try:
+        result = verify(
+            model,
+            args.plan,
+            args.tp,
+            sequence_parallel=args.sequence_parallel,
+            inputs=_inputs(args.input) or None,
+            processes=args.processes,
+        )
+    except VerificationError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    if note:
+        print(note)
+    print(describe(result))
+    return FINE
+
+
+_INPUT = re.compile(r"(?P<name>[A-Za-z_]\w*):(?P<dtype>[a-z0-9]+)\[(?P<shape>[0-9, ]*)\]")
+
+
+def _inputs(texts: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Example inputs as the command line states them; integers are small, and so valid ids."""
+    import torch
+
+    found = {}
+    for text in texts:
+        match = _INPUT.fullmatch(text)
+        dtype = None if match is None else getattr(torch, match["dtype"], None)
+        if match is None or not isinstance(dtype, torch.dtype):
+            raise _UsageError(f"--input '{text}': write it as in input_ids:int64[2,13]")
+        shape = [int(n) for n in match["shape"].split(",") if n.strip()]
+        generator = torch.Generator().manual_seed(0)
+        if dtype.is_floating_point:
+            value = torch.randn(shape, generator=generator).to(dtype)
+        elif dtype == torch.bool:
+            value = torch.ones(shape, dtype=dtype)
+        else:
+            value = torch.randint(1, 100, shape, generator=generator).to(dtype)
+        found[match["name"]] = value
+    return found
 
 
 def _explain(args: argparse.Namespace) -> int:

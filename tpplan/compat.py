@@ -30,12 +30,15 @@ __all__ = [
     "dtensor_spec",
     "fake_world",
     "in_backward",
+    "kept_by_fsdp",
     "local_of",
     "mesh_of",
     "quiet",
     "run_when_ready",
     "simulate",
     "spec_of",
+    "unflattened",
+    "unfused",
 ]
 
 _RUN_AT_ONCE = 2**62
@@ -98,6 +101,37 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTenso
     return torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
 
 
+def unflattened(kind: type[DTensor], inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
+    """``__tensor_unflatten__`` of a DTensor's subclass: what torch builds, but of that class."""
+    plain = DTensor.__tensor_unflatten__(inner, context, size, stride)
+    return torch.Tensor._dtensor__new__(  # type: ignore[attr-defined, no-any-return]
+        kind, plain._local_tensor, plain._spec, requires_grad=plain.requires_grad
+    )
+
+
+def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
+    """Have FSDP2 build DTensors whose last placement is of class ``placement`` as ``kind``.
+
+    It takes parameters and gradients apart and builds plain DTensors from their specs, which would
+    have the placement, but not what goes with it.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    build = _fsdp_param._from_local_no_grad
+    if placement in getattr(build, "placements", ()):
+        return
+
+    def built(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+        if isinstance(spec.placements[-1], placement):
+            return torch.Tensor._dtensor__new__(  # type: ignore[attr-defined, no-any-return]
+                kind, local, spec, requires_grad=local.requires_grad
+            )
+        return build(local, spec)
+
+    built.placements = (placement, *getattr(build, "placements", ()))  # type: ignore[attr-defined]
+    _fsdp_param._from_local_no_grad = built
+
+
 def below_autograd() -> contextlib.AbstractContextManager[object]:
     """Within it, ops skip their autograd registrations; for code inside autograd functions.
 
@@ -118,6 +152,17 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def unfused() -> Iterator[None]:
+    """Without the fused attention layers of ``torch.nn``, which do not call their submodules."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def in_backward() -> bool:
@@ -189,7 +234,7 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
 
     results: list[Any] = [None] * size
     failures: list[BaseException] = []
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
 
     def run(rank: int) -> None:
         try:
@@ -203,7 +248,7 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
             if c10d.is_initialized():
                 c10d.destroy_process_group()
 
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     _install_threaded_pg()
     try:
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
@@ -214,7 +259,7 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
     if failures:
         raise failures[0]
     return results

@@ -9,6 +9,7 @@ parts only, and no sharing.)
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,15 +21,24 @@ Range = tuple[int, int]
 
 
 class Rows(Placement):  # type: ignore[misc]
-    """A placement: along ``dim``, rank r holds the ranges ``pieces[r]``, one after the other."""
+    """A placement: along ``dim``, rank r holds the ranges ``pieces[r]``, one after the other.
+
+    Attributes:
+        cells: the pieces, cut so that no two of them overlap only in part.
+    """
 
     dim: int
     pieces: tuple[tuple[Range, ...], ...]
+    cells: tuple[tuple[Range, ...], ...]
 
     def __init__(self, dim: int, pieces: Sequence[Sequence[Range]]) -> None:
         super().__init__()
         self.dim = dim
         self.pieces = tuple(_joined(ranges) for ranges in pieces)
+        self.cells = _cells(self.pieces)
+        holders = collections.Counter(cell for cells in self.cells for cell in cells)
+        self._shared = _joined([cell for cell in sorted(holders) if holders[cell] > 1])
+        self._owned = _firsts(self.cells)
 
     def is_shard(self, dim: int | None = None) -> bool:
         """Not a ``Shard``: code that cuts evenly must not take it for one."""
@@ -43,6 +53,8 @@ class Rows(Placement):  # type: ignore[misc]
         return False
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
         same = isinstance(other, Rows) and self.dim == other.dim
         return same and self.pieces == other.pieces  # type: ignore[attr-defined]
 
@@ -77,29 +89,51 @@ class Rows(Placement):  # type: ignore[misc]
 
     def shared(self) -> tuple[Range, ...]:
         """The ranges that more than one rank holds, in order."""
-        marks = sorted({end for ranges in self.pieces for piece in ranges for end in piece})
-        cells = list(itertools.pairwise(marks))
-        held = [
-            (cell, sum(self._holds(r, cell) for r in range(len(self.pieces)))) for cell in cells
-        ]
-        return _joined([cell for cell, holders in held if holders > 1])
+        return self._shared
 
     def owned(self, rank: int) -> tuple[Range, ...]:
         """Local ranges of the rows that no rank before ``rank`` holds: each row is owned once."""
-        marks = sorted({end for ranges in self.pieces for piece in ranges for end in piece})
-        result, at = [], 0
-        for start, stop in self.pieces[rank]:
-            # a range may be shared in part
-            ends = [start, *(mark for mark in marks if start < mark < stop), stop]
-            for cell in itertools.pairwise(ends):
-                rows = cell[1] - cell[0]
-                if not any(self._holds(r, cell) for r in range(rank)):
-                    result.append((at, at + rows))
-                at += rows
-        return _joined(result)
+        return self._owned[rank]
 
-    def _holds(self, rank: int, piece: Range) -> bool:
-        return any(a <= piece[0] and piece[1] <= b for a, b in self.pieces[rank])
+    def overlaps(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """Where ``rank`` holds shared rows: (start here, start among the shared rows, rows)."""
+        where = []
+        for at, (start, stop) in placed(self.cells[rank]):
+            base = 0
+            for first, last in self._shared:
+                if first <= start < last:
+                    where.append((at, base + start - first, stop - start))
+                base += last - first
+        return tuple(where)
+
+
+def _cells(pieces: Sequence[Sequence[Range]]) -> tuple[tuple[Range, ...], ...]:
+    marks = sorted({end for ranges in pieces for piece in ranges for end in piece})
+    index = {mark: i for i, mark in enumerate(marks)}
+    return tuple(
+        tuple(
+            cell
+            for start, stop in ranges
+            for cell in itertools.pairwise(marks[index[start] : index[stop] + 1])
+        )
+        for ranges in pieces
+    )
+
+
+def _firsts(cells: Sequence[Sequence[Range]]) -> tuple[tuple[Range, ...], ...]:
+    """For every rank, the local ranges of the cells that no rank before it holds."""
+    result, seen = [], set[Range]()
+    for own in cells:
+        here = [(at, at + cell[1] - cell[0]) for at, cell in placed(own) if cell not in seen]
+        result.append(_joined(here))
+        seen.update(own)
+    return tuple(result)
+
+
+def placed(ranges: Sequence[Range]) -> list[tuple[int, Range]]:
+    """Each range with the place at which it begins where they lie one after the other."""
+    lengths = (stop - start for start, stop in ranges)
+    return list(zip(itertools.accumulate(lengths, initial=0), ranges, strict=False))
 
 
 def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:

@@ -6,12 +6,25 @@ import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+_RUNNABLE = 50_000_000
+_VOCABULARY = 1024
+_LAYERS = frozenset(
+    {"num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"}
+)
+_WIDTHS = frozenset(
+    {
+        "hidden_size", "n_embd", "d_model", "dim", "intermediate_size", "n_inner", "ffn_dim",
+        "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "head_dim", "d_kv", "word_embed_proj_dim",
+        "moe_intermediate_size",
+    }
+)  # fmt: skip
 
 
 class ModelError(ValueError):
@@ -81,6 +94,97 @@ def _from_config(path: Path) -> nn.Module:
             return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
     except Exception as error:
         raise ModelError(f"cannot build '{path}': {type(error).__name__}: {error}") from error
+
+
+def made_runnable(model: nn.Module) -> tuple[nn.Module, str | None]:
+    """A model that can be computed with here, from one on the meta device; and what was changed.
+
+    A large transformers model is built again with few layers and narrow ones: the same code, the
+    same ratios of heads. Weights are drawn: norms around one, the rest around zero.
+
+    Raises:
+        ModelError: where a large model has no config to shrink.
+    """
+    size = sum(p.numel() for p in model.parameters())
+    note = None
+    if size > _RUNNABLE:
+        config = getattr(model, "config", None)
+        if config is None:
+            raise ModelError(
+                f"the model has {size:,} parameters, too many to compute with here, and no config "
+                "by which to build a smaller one: give a factory that makes a small one"
+            )
+        changed = shrink(config)
+        with torch.device("meta"):
+            model = type(model)(config)
+        left = sum(p.numel() for p in model.parameters())
+        if left > _RUNNABLE:
+            raise ModelError(f"even shrunk by its config ({changed}) it has {left:,} parameters")
+        note = f"shrunk by its config, from {size:,} to {left:,} parameters: {changed}"
+    if any(p.is_meta for p in model.parameters()):
+        model = _drawn(model)
+    return model, note
+
+
+def _drawn(model: nn.Module) -> nn.Module:
+    """The same class built on the CPU where a config allows it (buffers get their values then)."""
+    config = getattr(model, "config", None)
+    if config is not None:
+        model = type(model)(config)
+    else:
+        model = model.to_empty(device="cpu")
+        for buffer in model.buffers():
+            buffer.zero_()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
+            parameter.normal_(mean, 0.05, generator=generator)
+    return model.float()
+
+
+def shrink(config: Any) -> str:
+    """Make a transformers config small, in place, and say what was changed.
+
+    Layers become two; widths shrink by one power of two for all, heads keep their number unless
+    there are very many.
+    """
+    changes = []
+    for part in {id(c): c for c in (config, getattr(config, "text_config", None)) if c}.values():
+        values = dict(vars(part))
+        heads = _first(values, ("num_attention_heads", "n_head", "num_heads", "n_heads"))
+        hidden = _first(values, ("hidden_size", "n_embd", "d_model", "dim"))
+        if heads is None or hidden is None:
+            continue
+        factor = 1
+        while hidden[1] // factor > max(16 * heads[1], 256) and hidden[1] % (2 * factor) == 0:
+            factor *= 2
+        for name, value in values.items():
+            new = _smaller(name, value, factor)
+            if new is not None and new != value:
+                setattr(part, name, new)
+                changes.append(f"{name} {value} -> {new}")
+    return ", ".join(changes)
+
+
+def _first(values: dict[str, Any], names: Sequence[str]) -> tuple[str, int] | None:
+    return next(((n, values[n]) for n in names if isinstance(values.get(n), int)), None)
+
+
+def _smaller(name: str, value: Any, factor: int) -> Any:
+    if name == "layer_types" and isinstance(value, list):
+        return value[:2] if len(set(value[:2])) > 1 else [value[0], value[-1]]
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    if name in _LAYERS:
+        return min(value, 2)
+    if name in _WIDTHS and value % factor == 0:
+        return value // factor
+    if name == "vocab_size":
+        return min(value, _VOCABULARY)
+    if name.endswith("token_id") and value >= _VOCABULARY:
+        return 1
+    return None
 
 
 @contextlib.contextmanager

@@ -129,10 +129,14 @@ def generate_job(mesh: DeviceMesh, sp: bool) -> Errors:
 
 
 def double_job(mesh: DeviceMesh, sp: bool) -> Errors:
-    """In float64 nothing but rounding is left, which 1e-12 bounds."""
+    """In float64 nothing but rounding is left, which 1e-12 bounds.
+
+    Not with labels: transformers takes the loss of logits in float32 (see test_loss for float64).
+    """
     found = Findings()
     reference = hf("Qwen3").double()
-    compare_calls(reference, sharded(reference, mesh, sp), every_call(), found)
+    calls = {name: run for name, run in every_call().items() if not name.startswith("labels")}
+    compare_calls(reference, sharded(reference, mesh, sp), calls, found)
     return found.errors
 
 

@@ -88,12 +88,12 @@ def local_slice(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     return pad(x.narrow(dim, start, stop - start), dim, rows).contiguous()
 
 
-def all_reduce(x: torch.Tensor, group: Group, site: Site) -> torch.Tensor:
-    """Sum over the ranks."""
+def all_reduce(x: torch.Tensor, group: Group, site: Site, op: str = "sum") -> torch.Tensor:
+    """Sum, or what ``op`` says ("max"), over the ranks."""
     if _observed.observer is not None:
         _observed.observer(site)
     with below_autograd():
-        return _wait(_ops.all_reduce(x, "sum", group.name))  # type: ignore[no-any-return]
+        return _wait(_ops.all_reduce(x, op, group.name))  # type: ignore[no-any-return]
 
 
 def all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tpplan import compat
 from tpplan.comm.collectives import Group, Site, all_reduce
 from tpplan.comm.conjugates import Transition, reduce_out
-from tpplan.comm.rows import RowsTensor
+from tpplan.comm.rows import RowsTensor, rows_like
 from tpplan.layout import Rows
 
 
@@ -62,6 +62,8 @@ class _Localize(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.summed, ctx.group, ctx.site = summed, group, site
         ctx.specs = [compat.spec_of(p) for p in parameters]
+        if torch.compiler.is_compiling():  # which cannot make their gradients from the specs
+            ctx.save_for_backward(*(p for p in parameters if isinstance(p, RowsTensor)))
         locals_ = [compat.local_of(p) for p in parameters]
         return tuple(t.view_as(t) for t in locals_)
 
@@ -81,6 +83,8 @@ class _Localize(torch.autograd.Function):
             # gradient of another one as well (x + a + b)
             if own is not None and not ctx.summed[i] and ctx.specs[i].placements[0].is_replicate():
                 local[i] = own.clone()
+        if torch.compiler.is_compiling():
+            return (None, None, None, *_traced(local, ctx.specs, ctx.saved_tensors))
         wrapped = (
             None if g is None else _wrapped(g, spec)
             for g, spec in zip(local, ctx.specs, strict=True)
@@ -93,18 +97,39 @@ def _wrapped(grad: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
     return compat.dtensor(grad, spec, kind)
 
 
+def _traced(
+    grads: Sequence[torch.Tensor | None],
+    specs: Sequence[compat.DTensorSpec],
+    origins: Sequence[DTensor],
+) -> list[DTensor | None]:
+    wrapped: list[DTensor | None] = []
+    seen = 0
+    for grad, spec in zip(grads, specs, strict=True):
+        by_rows = isinstance(spec.placements[0], Rows)
+        if grad is None:
+            wrapped.append(None)
+        elif by_rows:
+            wrapped.append(rows_like(grad, origins[seen]))
+        else:
+            wrapped.append(compat.dtensor(grad, spec))
+        seen += by_rows
+    return wrapped
+
+
 def _summed_part(grad: torch.Tensor, spec: compat.DTensorSpec, group: Group) -> torch.Tensor:
     """What of a gradient the ranks sum: all of it, or the rows that several of them hold.
 
-    Those lie where the whole parameter has them, with zeros for the rows of other ranks.
+    Those lie in the order of the whole parameter, with zeros for the rows of other ranks.
     """
     rows = spec.placements[0]
     if not isinstance(rows, Rows):
         return grad
-    whole = grad.new_zeros(spec.tensor_meta.shape)  # type: ignore[union-attr]
-    rows.put(whole, grad, group.rank)
-    parts = [whole.narrow(rows.dim, start, stop - start) for start, stop in rows.shared()]
-    return torch.cat(parts, rows.dim)
+    shape = list(grad.shape)
+    shape[rows.dim] = sum(stop - start for start, stop in rows.shared())
+    part = grad.new_zeros(shape)
+    for here, there, length in rows.overlaps(group.rank):
+        part.narrow(rows.dim, there, length).copy_(grad.narrow(rows.dim, here, length))
+    return part
 
 
 def _with_sum(
@@ -113,13 +138,10 @@ def _with_sum(
     rows = spec.placements[0]
     if not isinstance(rows, Rows):
         return total
-    whole = grad.new_zeros(spec.tensor_meta.shape)  # type: ignore[union-attr]
-    rows.put(whole, grad, group.rank)
-    at = 0
-    for start, stop in rows.shared():
-        whole.narrow(rows.dim, start, stop - start).copy_(total.narrow(rows.dim, at, stop - start))
-        at += stop - start
-    return rows.take(whole, group.rank)
+    grad = grad.clone(memory_format=torch.contiguous_format)
+    for here, there, length in rows.overlaps(group.rank):
+        grad.narrow(rows.dim, here, length).copy_(total.narrow(rows.dim, there, length))
+    return grad
 
 
 def _differentiably(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[DTensor | None]:

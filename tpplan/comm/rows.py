@@ -1,12 +1,14 @@
 """DTensors placed by ``Rows``: packed projections and shared key-value heads.
 
 Optimizers, clipping and conversions work on the local rows as they are; a norm counts every row
-once, however many ranks hold it; all else sees the whole tensor in its original order.
+once, however many ranks hold it; all else sees the whole tensor in its original order. What writes
+to the whole tensor writes its rows back; a write through a view of it, which would be lost, raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,22 +20,28 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tpplan import compat
 from tpplan.comm.collectives import Group, Site, all_gather
-from tpplan.layout import Range, Rows
+from tpplan.layout import Rows, placed
 
-_KEEPING = frozenset(
+_LOCAL = frozenset(
     {
-        "detach", "alias", "clone", "copy_", "_to_copy", "to", "zero_", "fill_", "contiguous",
-        "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "normal_",
-        "uniform_", "is_same_size", "_fused_adamw_", "_fused_adam_", "_fused_sgd_",
-        "_fused_adagrad_", "lift_fresh",
+        "detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "contiguous",
+        "zeros_like", "ones_like", "empty_like", "full_like", "is_same_size", "lift_fresh",
     }
 )  # fmt: skip
-_NORMS = frozenset({"linalg_vector_norm", "norm", "_foreach_norm", "_foreach_max"})
+_NORMS = frozenset({"linalg_vector_norm", "norm", "_foreach_norm", "_foreach_powsum"})
+_WHOLE_LISTS = frozenset({"_foreach_max", "_foreach_mm"})  # they mix the rows of a tensor
+_RESHAPES = frozenset({"view", "_unsafe_view", "expand", "reshape"})
+# torch.compile cannot trace the constructor of a DTensor's subclass, but an op that it handles
+_library = torch.library.Library("tpplan", "FRAGMENT")
+_library.define("rows_like(Tensor local, Tensor origin) -> Tensor")
 _GATHER = Site("", "a packed or shared parameter, gathered")
 
 
 class RowsTensor(DTensor):
-    """A DTensor on a 1-D mesh whose one placement is ``Rows``."""
+    """A DTensor whose last placement is ``Rows``, the one along the tensor-parallel ranks.
+
+    Placements before it are FSDP2's: they cut the rows of a tensor-parallel rank further.
+    """
 
     @staticmethod
     def wrap(local: torch.Tensor, mesh: DeviceMesh, rows: Rows, shape: Sequence[int]) -> RowsTensor:
@@ -45,46 +53,32 @@ class RowsTensor(DTensor):
     @property
     def rows(self) -> Rows:
         """The placement."""
-        return compat.spec_of(self).placements[0]  # type: ignore[return-value]
+        return compat.spec_of(self).placements[-1]  # type: ignore[return-value]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        ours = [t for t in tree_leaves((args, kwargs)) if isinstance(t, RowsTensor)]
         name = func._schema.name.removeprefix("aten::")
-        if name in _NORMS:
+        if func is torch.ops.tpplan.rows_like.default:
+            return _like(*args)
+        if name in _NORMS and _counts_once(args, kwargs):
             return func(*tree_map(_owned, args), **tree_map(_owned, kwargs))
-        if not _keeps(func, name, ours, args):
-            return func(*tree_map(_replicated, args), **tree_map(_replicated, kwargs))
-        back: dict[int, RowsTensor] = {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            if name in _RESHAPES and tuple(args[1]) == tuple(args[0].shape):
+                return _like(compat.local_of(args[0]).view_as(compat.local_of(args[0])), args[0])
+            if _is_list_op(name):
+                return _on_lists(func, args, kwargs)
+            if torch.Tag.pointwise in func.tags or name in _LOCAL:
+                origin = _target(func, args, kwargs)
+                if origin is not None:
+                    return _on_rows(func, args, kwargs, origin)
+        return _on_whole(func, args, kwargs)
 
-        def plain(t: Any) -> Any:
-            if not isinstance(t, RowsTensor):
-                return t
-            twin = _as_shard(t, compat.local_of(t))
-            back[id(twin)] = t
-            return twin
-
-        like = ours[0]
-
-        def wrapped(t: Any) -> Any:
-            if id(t) in back:
-                return back[id(t)]
-            if isinstance(t, DTensor) and t.dim() == like.dim():
-                origin = next(
-                    (o for o in ours if compat.local_of(o).shape == t._local_tensor.shape), like
-                )
-                return RowsTensor.wrap(
-                    compat.local_of(t), origin.device_mesh, origin.rows, origin.shape
-                )
-            return t
-
-        args, kwargs = tree_map(plain, args), tree_map(plain, kwargs)
-        if name.startswith("_foreach_") and isinstance(args[0], list | tuple):
-            return _listed(func, args, kwargs, [*tree_leaves(args[0])], back)
-        return tree_map(wrapped, func(*args, **kwargs))
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
+        return compat.unflattened(RowsTensor, inner, context, size, stride)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor in its original order, on every rank; differentiable."""
@@ -98,12 +92,12 @@ class RowsTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **rest: Any,
     ) -> DTensor:
-        """Through the whole tensor: to ``Rows`` again, or to any placement torch has."""
+        """Through the whole tensor, to any placements torch has."""
         if placements is None or tuple(placements) == self.placements:
             return self
-        whole = self.full_tensor()
         mesh = device_mesh or self.device_mesh
-        replica = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+        whole = [Replicate()] * mesh.ndim
+        replica = DTensor.from_local(self.full_tensor(), mesh, whole, run_check=False)
         return replica.redistribute(mesh, placements, **rest)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -129,23 +123,50 @@ class RowsTensor(DTensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        chunks = []
-        for start, stop in self._pieces():
-            offsets, sizes = [0] * self.dim(), list(self.shape)
-            offsets[self.rows.dim], sizes[self.rows.dim] = start, stop - start
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        return chunks
+        # ranks that share rows must name the same chunks: a checkpoint's may not overlap
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes, _ in _chunks(self)
+        ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        dim, at = self.rows.dim, 0
-        for start, stop in self._pieces():
-            if index.offset is None or index.offset[dim] == start:
-                return compat.local_of(self).narrow(dim, at, stop - start)
-            at += stop - start
+        dim = self.rows.dim
+        for offsets, sizes, at in _chunks(self):
+            if index.offset is None or tuple(index.offset) == tuple(offsets):
+                return compat.local_of(self).narrow(dim, at, sizes[dim])
         raise ValueError(f"no rows of this rank begin at {index.offset}")
 
-    def _pieces(self) -> tuple[Range, ...]:
-        return self.rows.pieces[self.device_mesh.get_local_rank()]
+
+class View(DTensor):
+    """A view of a gathered ``RowsTensor``: to be read only, as nothing written here gets back."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(t, View) for t in _written(func, args, kwargs)):
+            raise RuntimeError(
+                f"{func}: this is a view of a parameter of which each rank holds rows that do not "
+                "follow each other, or that other ranks hold too; a write to it would be lost. "
+                "Change a copy of full_tensor() and load that, or change the parameter as a whole"
+            )
+        out = func(*tree_map(_unviewed, args), **tree_map(_unviewed, kwargs))
+        return _as_views(out) if _is_view(func) else out
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
+        return compat.unflattened(View, inner, context, size, stride)
+
+
+torch.serialization.add_safe_globals([RowsTensor, Rows])  # torch.load, as for other DTensors
+
+
+def rows_like(local: torch.Tensor, origin: DTensor) -> RowsTensor:
+    """``local`` in place of the rows of ``origin``; outside autograd."""
+    if torch.compiler.is_compiling():
+        return torch.ops.tpplan.rows_like(local, origin)  # type: ignore[no-any-return]
+    return _like(local, origin)  # type: ignore[arg-type]
 
 
 def distributed(
@@ -153,121 +174,332 @@ def distributed(
 ) -> DTensor:
     """``value`` as a DTensor on ``mesh``, with the values of rank ``source`` of the group.
 
-    ``source`` None trusts each rank's own values.
+    ``source`` None trusts each rank's own. The result never keeps the storage of ``value`` alive.
     """
     if not isinstance(placement, Rows):
         if placement.is_replicate():
             value = value.clone()  # a replica is broadcast into a copy
-        return distribute_tensor(value, mesh, [placement], src_data_rank=source)
+        result = distribute_tensor(value, mesh, [placement], src_data_rank=source)
+        local = compat.local_of(result)
+        if source is None and not placement.is_replicate() and local._is_view():
+            result = compat.dtensor(local.clone(), compat.spec_of(result))
+        return result
+    compat.kept_by_fsdp(Rows, RowsTensor)
     rank = mesh.get_local_rank()
-    local = placement.take(value, rank)
-    if source is not None and not value.is_meta:
-        local = local.to(mesh.device_type)
+    if source is None or value.is_meta:
+        local = placement.take(value, rank)
+        if not value.is_meta:
+            local = local.to(mesh.device_type)
+    else:
         shards = None
         if rank == source:
             shards = [placement.take(value, r).to(mesh.device_type) for r in range(mesh.size())]
+        shape = list(value.shape)
+        shape[placement.dim] = placement.length(rank)
+        local = value.new_empty(shape, device=mesh.device_type) if shards is None else shards[rank]
         dist.scatter(local, shards, group=mesh.get_group(), group_src=source)
-    elif not value.is_meta:
-        local = local.to(mesh.device_type)
     return RowsTensor.wrap(local, mesh, placement, value.shape)
 
 
-def _keeps(func: Any, name: str, ours: Sequence[RowsTensor], args: Any) -> bool:
-    """Whether an op may run on the local rows as they are."""
-    known = torch.Tag.pointwise in func.tags or name in _KEEPING or name.startswith("_foreach_")
-    if not known:
+# --- which ops work on what
+
+
+def _counts_once(args: Any, kwargs: Any) -> bool:
+    """Whether a norm is one of all elements, to which those that are zero add nothing."""
+    options = [*args[1:], *kwargs.values()]
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    if any(isinstance(o, list | tuple | torch.Tensor) for o in options):  # dimensions, out=
         return False
-    if name.startswith(("_foreach_", "_fused_")):
-        return True
-    like = ours[0]
-    for t in tree_leaves(args):
-        if isinstance(t, RowsTensor):
-            if t.rows != like.rows or t.shape != like.shape:
-                return False
-        elif isinstance(t, torch.Tensor) and t.dim() > 0 and t.numel() > 1:
-            return False
-    return True
+    return order is None or order >= 0
 
 
-def _listed(
-    func: Any, args: Any, kwargs: Any, first: Sequence[Any], back: dict[int, RowsTensor]
-) -> Any:
-    """A ``_foreach`` op: the results follow the tensors of its first list."""
-    out = func(*args, **kwargs)
-    if out is None:
+def _is_list_op(name: str) -> bool:
+    if name.startswith("_fused_"):
+        return name.endswith("_")
+    return name.startswith(("_foreach_", "_amp_foreach_")) and name not in _WHOLE_LISTS | _NORMS
+
+
+def _is_view(func: Any) -> bool:
+    kinds = [r.alias_info for r in func._schema.returns]
+    return any(kind is not None and not kind.is_write for kind in kinds)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that an op writes to."""
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += tree_leaves(given)
+    return found
+
+
+def _target(func: Any, args: Any, kwargs: Any) -> RowsTensor | None:
+    """The tensor with whose rows a pointwise op may work, or None: it needs the whole tensors."""
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    targets = [t for t in _written(func, args, kwargs) if isinstance(t, torch.Tensor)]
+    targets = targets or [t for t in tensors if isinstance(t, RowsTensor)]
+    origin = targets[0]
+    if not isinstance(origin, RowsTensor):
         return None
-    results = []
-    for given, made in zip(first, out, strict=True):
-        origin = back.get(id(given))
-        if origin is None:
-            results.append(made)
-        elif id(made) in back:
-            results.append(back[id(made)])
-        else:
-            local = compat.local_of(made)
-            results.append(RowsTensor.wrap(local, origin.device_mesh, origin.rows, origin.shape))
-    return results
+    for t in tensors:
+        fits = isinstance(t, DTensor) and t.shape == origin.shape
+        if not fits and (isinstance(t, RowsTensor) or t.dim() > 0):
+            return None
+    return origin
+
+
+# --- the three ways
+
+
+def _on_rows(func: Any, args: Any, kwargs: Any, origin: RowsTensor) -> Any:
+    """A pointwise op, on the local rows."""
+    back: dict[int, tuple[DTensor, DTensor]] = {}
+
+    def local(t: Any) -> Any:
+        if not isinstance(t, DTensor) or t.shape != origin.shape:
+            return t
+        twin = _twin(t, origin)
+        back[id(twin)] = twin, t
+        return twin
+
+    def wrapped(t: Any) -> Any:
+        if id(t) in back:
+            return back[id(t)][1]
+        return _like(compat.local_of(t), origin) if isinstance(t, DTensor) else t
+
+    return tree_map(wrapped, func(*tree_map(local, args), **tree_map(local, kwargs)))
+
+
+def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
+    """A ``_foreach`` or ``_fused`` op: the tensors of all lists follow those of the first."""
+    first = list(args[0])
+    twins = [_twin(t, t) if isinstance(t, RowsTensor) else t for t in first]
+
+    def aligned(given: Any) -> Any:
+        if given is args[0]:
+            return twins
+        if not isinstance(given, list | tuple) or len(given) != len(first):
+            return given
+        return [_matched(t, origin) for t, origin in zip(given, first, strict=True)]
+
+    out = func(*map(aligned, args), **{key: aligned(value) for key, value in kwargs.items()})
+    if not isinstance(out, list | tuple):
+        return out
+    made = zip(out, twins, first, strict=True)
+    return [
+        origin
+        if t is twin
+        else _like(compat.local_of(t), origin)
+        if isinstance(origin, RowsTensor)
+        else t
+        for t, twin, origin in made
+    ]
+
+
+def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Any other op, on the whole tensors; what it wrote to or drew is cut into rows again."""
+    wholes: dict[int, tuple[DTensor, RowsTensor]] = {}
+
+    def whole(t: Any) -> Any:
+        if not isinstance(t, RowsTensor):
+            return t
+        made = next((w for w, known in wholes.values() if known is t), None)
+        if made is None:
+            made = _replicated(t)
+            wholes[id(made)] = made, t
+        return made
+
+    args, kwargs = tree_map(whole, args), tree_map(whole, kwargs)
+    written = [t for t in _written(func, args, kwargs) if id(t) in wholes]
+    out = func(*args, **kwargs)
+    drawn = torch.Tag.nondeterministic_seeded in func.tags
+    for t in written:
+        origin = wholes[id(t)][1]
+        if t.shape != origin.shape:
+            raise NotImplementedError(f"{func} would change the shape of a {type(origin).__name__}")
+        local = _cut(compat.local_of(t), origin, synchronized=drawn)
+        compat.local_of(origin).copy_(local)
+
+    def back(t: Any) -> Any:
+        if id(t) in wholes:
+            return wholes[id(t)][1]
+        origin = next(iter(wholes.values()))[1]
+        if drawn and isinstance(t, DTensor) and t.shape == origin.shape:
+            return _like(_cut(compat.local_of(t), origin, synchronized=True), origin)
+        return t
+
+    out = tree_map(back, out)
+    return _as_views(out) if _is_view(func) and not written else out
+
+
+def _matched(t: Any, origin: Any) -> Any:
+    """``t`` as it meets ``origin``, whose place it has in another list."""
+    if not isinstance(t, DTensor) or not isinstance(origin, DTensor) or t.shape != origin.shape:
+        return t
+    if isinstance(origin, RowsTensor):
+        return _twin(t, origin)
+    if isinstance(t, RowsTensor):
+        return t.redistribute(origin.device_mesh, origin.placements)
+    return t
+
+
+def _twin(t: DTensor, origin: RowsTensor) -> DTensor:
+    """The rows of ``t`` that ``origin`` has, as an ordinary shard."""
+    if isinstance(t, RowsTensor) and t.placements == origin.placements:
+        return _as_shard(t, compat.local_of(t))
+    if t.placements[0].is_replicate() and t.device_mesh.ndim == 1:
+        return _as_shard(origin, _cut(compat.local_of(t), origin))
+    return _as_shard(origin, _cut(t.full_tensor(), origin))
+
+
+def _like(local: torch.Tensor, origin: RowsTensor) -> RowsTensor:
+    """``local`` in place of the rows of ``origin``."""
+    spec = compat.spec_of(origin)
+    assert spec.tensor_meta is not None
+    if spec.tensor_meta.dtype != local.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return compat.dtensor(local, spec, RowsTensor)  # type: ignore[return-value]
 
 
 def _as_shard(t: RowsTensor, local: torch.Tensor) -> DTensor:
     """``local`` as an ordinary shard, of a tensor that is as long as all ranks' rows together."""
-    shape = list(t.shape)
-    shape[t.rows.dim] = local.size(t.rows.dim) * t.device_mesh.size()
-    spec = compat.dtensor_spec(t.device_mesh, (Shard(t.rows.dim),), shape, local.dtype)
-    return compat.dtensor(local, spec)
+    mesh, shape = t.device_mesh, list(local.shape)
+    kinds: list[Placement] = []
+    for i, kind in enumerate(t.placements):
+        if kind.is_replicate():
+            kinds.append(Replicate())
+            continue
+        dim = t.rows.dim if isinstance(kind, Rows) else kind.dim  # type: ignore[attr-defined]
+        kinds.append(Shard(dim))
+        shape[dim] *= mesh.size(i)
+    return compat.dtensor(local, compat.dtensor_spec(mesh, kinds, shape, local.dtype))
 
 
 def _owned(t: Any) -> Any:
     """A ``RowsTensor`` as a shard in which rows that another rank counts are zero."""
+    if isinstance(t, list | tuple):
+        return [_owned(x) for x in t]
     if not isinstance(t, RowsTensor):
         return t
-    local = compat.local_of(t)
+    local, dim = compat.local_of(t), t.rows.dim
     if t.rows.shared():
         kept = torch.zeros_like(local)
-        for start, stop in t.rows.owned(t.device_mesh.get_local_rank()):
-            rows = stop - start
-            kept.narrow(t.rows.dim, start, rows).copy_(local.narrow(t.rows.dim, start, rows))
+        block = _block(t)[dim]
+        for start, stop in t.rows.owned(_rank(t)):
+            start, stop = max(start, block[0]) - block[0], min(stop, block[1]) - block[0]
+            if start < stop:
+                kept.narrow(dim, start, stop - start).copy_(local.narrow(dim, start, stop - start))
         local = kept
     return _as_shard(t, local)
 
 
-def _replicated(t: Any) -> Any:
-    if not isinstance(t, RowsTensor):
-        return t
-    spec = compat.dtensor_spec(t.device_mesh, (Replicate(),), t.shape, t.dtype)
-    return compat.dtensor(_gathered(t), spec)
+# --- from rows to whole and back
+
+
+def _replicated(t: RowsTensor) -> DTensor:
+    kinds = [Replicate()] * t.device_mesh.ndim
+    return compat.dtensor(_gathered(t), compat.dtensor_spec(t.device_mesh, kinds, t.shape, t.dtype))
+
+
+def _unviewed(t: Any) -> Any:
+    return compat.dtensor(compat.local_of(t), compat.spec_of(t)) if isinstance(t, View) else t
+
+
+def _as_views(out: Any) -> Any:
+    def viewed(t: Any) -> Any:
+        plain = type(t) is DTensor
+        return compat.dtensor(compat.local_of(t), compat.spec_of(t), View) if plain else t
+
+    return tree_map(viewed, out)
+
+
+def _mesh(t: RowsTensor) -> DeviceMesh:
+    """The mesh of the tensor-parallel ranks."""
+    mesh = t.device_mesh
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
+
+
+def _rank(t: RowsTensor) -> int:
+    return t.device_mesh.get_local_rank(t.device_mesh.ndim - 1)
+
+
+def _block(t: RowsTensor) -> list[tuple[int, int]]:
+    """For each dimension, from where to where this rank's part of its tp rank's rows reaches."""
+    lengths = list(t.shape)
+    lengths[t.rows.dim] = t.rows.length(_rank(t))
+    ranges = [(0, length) for length in lengths]
+    for i, kind in enumerate(t.placements[:-1]):
+        if not kind.is_replicate():
+            start, stop = ranges[kind.dim]  # type: ignore[attr-defined]
+            rows = -(-(stop - start) // t.device_mesh.size(i))
+            first = min(start + rows * t.device_mesh.get_local_rank(i), stop)
+            ranges[kind.dim] = first, min(first + rows, stop)  # type: ignore[attr-defined]
+    return ranges
+
+
+def _chunks(t: RowsTensor) -> list[tuple[list[int], list[int], int]]:
+    """What this rank holds: offsets and sizes within the whole tensor, and the first local row."""
+    dim, block, chunks = t.rows.dim, _block(t), []
+    if any(start == stop for start, stop in block):
+        return []
+    first, last = block[dim]
+    for at, (start, stop) in placed(t.rows.cells[_rank(t)]):
+        begin, end = max(at, first), min(at + stop - start, last)
+        if begin < end:
+            offsets = [start for start, _ in block]
+            sizes = [stop - start for start, stop in block]
+            offsets[dim], sizes[dim] = start + begin - at, end - begin
+            chunks.append((offsets, sizes, begin - first))
+    return chunks
 
 
 def _gathered(t: RowsTensor) -> torch.Tensor:
-    local, rows = compat.local_of(t).detach(), t.rows
-    size = t.device_mesh.size()
-    length = local.size(rows.dim)
-    everyone = all_gather(local, rows.dim, length * size, Group.of(t.device_mesh), _GATHER)
+    local, rows, mesh = compat.local_of(t).detach(), t.rows, t.device_mesh
+    shape = list(t.shape)
+    length = shape[rows.dim] = rows.length()
+    if mesh.ndim > 1:
+        outer = mesh[mesh.mesh_dim_names[:-1]]  # type: ignore[index]
+        spec = compat.dtensor_spec(outer, t.placements[:-1], shape, local.dtype)
+        local = compat.dtensor(local, spec).full_tensor()
+    tp = _mesh(t)
+    everyone = all_gather(local, rows.dim, length * tp.size(), Group.of(tp), _GATHER)
     whole = local.new_empty(t.shape)
-    for rank in range(size):
+    for rank in range(tp.size()):
         rows.put(whole, everyone.narrow(rows.dim, rank * length, length), rank)
     return whole
+
+
+def _cut(whole: torch.Tensor, origin: RowsTensor, synchronized: bool = False) -> torch.Tensor:
+    """What this rank holds of ``whole``; ``synchronized``: of the first tp rank's."""
+    if synchronized:
+        local = compat.local_of(distributed(whole, _mesh(origin), origin.rows, 0))
+    else:
+        local = origin.rows.take(whole, _rank(origin))
+    for dim, (start, stop) in enumerate(_block(origin)):
+        if stop - start != local.size(dim):
+            local = local.narrow(dim, start, stop - start).clone()
+    return local
 
 
 class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: RowsTensor) -> torch.Tensor:
-        ctx.mesh, ctx.rows, ctx.shape = t.device_mesh, t.rows, t.shape
+        ctx.like = t.detach()
         return _gathered(t)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RowsTensor:  # type: ignore[override]
-        local = ctx.rows.take(grad, ctx.mesh.get_local_rank())
-        return RowsTensor.wrap(local, ctx.mesh, ctx.rows, ctx.shape)
+        return _like(_cut(grad, ctx.like), ctx.like)
 
 
 class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: RowsTensor) -> torch.Tensor:
-        ctx.mesh, ctx.rows, ctx.shape = t.device_mesh, t.rows, t.shape
+        ctx.like = t.detach()
         local = compat.local_of(t)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RowsTensor:  # type: ignore[override]
-        return RowsTensor.wrap(grad, ctx.mesh, ctx.rows, ctx.shape)
+        return _like(grad, ctx.like)

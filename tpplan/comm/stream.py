@@ -51,9 +51,14 @@ class Stream:
         return self
 
     @property
+    def nested(self) -> bool:
+        """Whether a module that contains rewritten modules is running its forward."""
+        return self._depth > 0
+
+    @property
     def inside(self) -> bool:
         """Whether the caller is the model's own code rather than the user's."""
-        return self._depth > 0 or compat.in_backward()
+        return self.nested or compat.in_backward()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -72,7 +77,7 @@ class Stream:
 
     def to_local(self, x: DTensor) -> torch.Tensor:
         """The plain padded chunk of a DTensor stream; one of other placements is redistributed."""
-        kept = _chunk_of(x)
+        kept = chunk_of(x)
         if kept is not None:
             return kept
         if not self.is_sharded(x):
@@ -126,7 +131,7 @@ class Stream:
         return spec
 
 
-def _chunk_of(x: DTensor) -> torch.Tensor | None:
+def chunk_of(x: DTensor) -> torch.Tensor | None:
     """The chunk ``x`` was made from, where taking it instead of ``x`` makes no difference.
 
     It does where ``x`` was changed in place since, where somebody waits for its gradient (hooks,

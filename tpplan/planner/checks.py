@@ -32,8 +32,10 @@ def check_modules(model: nn.Module, tp: int, complaints: Complaints) -> None:
             message = f"option '{option}' of '{rule.style}' is not supported by this version"
             complaints.say(message, where)
     for rule in complaints.matches.parameters.values():
-        if rule.style not in ("replicate", "colwise"):
-            message = f"a bare parameter can be 'replicate' or 'colwise', not '{rule.style}'"
+        if rule.style not in ("replicate", "colwise", "vocab"):
+            message = (
+                f"a bare parameter can be 'replicate', 'colwise' or 'vocab', not '{rule.style}'"
+            )
             complaints.say(message, rule.position)
     if any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters()):
         message = "the model already holds DTensor parameters"

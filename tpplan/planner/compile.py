@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compat import FakeTensorMode
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError, Rule
-from tpplan.layout import MisfitError, Rows
+from tpplan.layout import MisfitError, Part, Rows, rows_of
 from tpplan.planner import checks, infer
 from tpplan.planner.compiled import (
     Argument,
@@ -29,12 +29,12 @@ from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import fold, match
 from tpplan.planner.probe import probe_modules
 from tpplan.planner.replay import Failure, prove
-from tpplan.planner.shadow import call_for, shadow_of
-from tpplan.planner.styles import divisors, placement_in
+from tpplan.planner.shadow import call_for, shadow_of, shortened
+from tpplan.planner.styles import divisors, is_multihead, placement_in
 from tpplan.planner.together import reduced_together
 from tpplan.planner.trace import Trace, record
 
-_PROVABLE_TOKENS = 2**14
+_FUSED = ("activation_relu_or_gelu", "use_nested_tensor")
 
 
 def compile_plan(
@@ -78,6 +78,11 @@ class _Compiler:
         self.complaints = Complaints(plan, self.matches, wrong)
         self.styles = {path: rule.style for path, rule in self.matches.modules.items()}
         self.names = _names(model)
+        self.multihead = {
+            path
+            for path, style in self.styles.items()
+            if style == "attention" and is_multihead(model.get_submodule(path))
+        }
         self.transposed: set[str] = set()
         self.layouts: dict[str, Rows] = {}
         places: dict[int, str] = {}
@@ -121,8 +126,11 @@ class _Compiler:
     def rule_of(self, parameter: str) -> Rule | None:
         """The rule that governs a parameter: its own, or its module's."""
         own = self.matches.parameters.get(parameter)
-        rule = self.matches.modules.get(self.owner(parameter))
-        if own is None and rule is not None and rule.style == "attention":
+        owner = self.owner(parameter)
+        around = owner.rpartition(".")[0] if owner.endswith(".out_proj") else ""
+        rule = self.matches.modules.get(around if around in self.multihead else owner)
+        attention = rule is not None and rule.style == "attention"
+        if own is None and attention and not {around, owner} & self.multihead:
             return None
         return own or rule
 
@@ -130,9 +138,9 @@ class _Compiler:
         """Where a parameter goes, by any of its names."""
         own = self.matches.parameters.get(parameter)
         if own is not None:
-            return Shard(0) if own.style == "colwise" else Replicate()
+            return Replicate() if own.style == "replicate" else Shard(0)
         owner, leaf = self.owner(parameter), parameter.rpartition(".")[2]
-        style = self.styles.get(owner)
+        style = self.style_of(owner)
         if style is None:
             return Replicate()
         return placement_in(
@@ -142,6 +150,12 @@ class _Compiler:
             owner in self.transposed,
             self.layouts.get(owner),
         )
+
+    def style_of(self, path: str) -> str | None:
+        """The style of a module; the output projection of torch's attention is row-parallel."""
+        around, _, leaf = path.rpartition(".")
+        inside = leaf == "out_proj" and around in self.multihead
+        return "rowwise" if inside else self.styles.get(path)
 
     def owner(self, parameter: str) -> str:
         """The path of the module that holds a parameter: its first, where it has several."""
@@ -162,7 +176,9 @@ class _Compiler:
             path: frozenset(rule.options.get("gather") or ())  # type: ignore[call-overload]
             for path, rule in self.matches.modules.items()
         }
-        self.boundaries = infer.find_boundaries(self.trace, self.columns, heads, gathers)
+        self.boundaries = infer.find_boundaries(
+            self.trace, self.columns, self.multihead, heads, gathers
+        )
         self.elements = infer.find_elements(self.trace, self.styles, self.plan.layers)
         self.together = reduced_together(
             (self.trace, drawing), self.matches.modules, self.elements, self.complaints
@@ -174,6 +190,7 @@ class _Compiler:
         findings = (
             self.matches.modules,
             self.columns,
+            self.multihead,
             self.boundaries,
             self.elements,
             {path for path, finding in self.probed.items() if not finding.mixes},
@@ -201,7 +218,13 @@ class _Compiler:
         shadow = shadow_of(self.model, mode)
         self.trace = self.run(shadow.eval(), mode, call)
         drawing = self.run(shadow.train(), mode, call)
-        infer.require_called(self.trace, self.styles)
+        tied = {
+            name.rpartition(".")[0]
+            for names in self.names.values()
+            if len(names) > 1
+            for name in names
+        }
+        infer.require_called(self.trace, self.styles, tied)
         self.orient()
         return drawing
 
@@ -226,9 +249,10 @@ class _Compiler:
     def orient(self) -> None:
         """Which sharded layers are projections, and how their weights are stored."""
         self.columns: set[str] = set()
+        called = {call.path for call in self.trace.calls}
         refused = {}
         for path, rule in self.matches.modules.items():
-            if rule.style not in ("colwise", "rowwise"):
+            if rule.style not in ("colwise", "rowwise") or path not in called:
                 continue
             if self.model.get_submodule(path)._parameters.get("weight") is None:
                 continue  # said before
@@ -274,12 +298,28 @@ class _Compiler:
                 misfits.setdefault(fit, {})[path] = f"colwise: {error}"
         for fit, found in misfits.items():
             self.complaints.by_rule(found, f"tp may be {fit}")
+        for path in self.multihead:
+            self.lay_out_multihead(path)
         self.attributes = self.geometry.attributes(self.tp)
+        for path, module in self.model.named_modules():
+            # torch's fused layers would read the sharded weights
+            for name in _FUSED:
+                inside = any(p.startswith(f"{path}.") for p in self.multihead)
+                if inside and self.tp > 1 and isinstance(getattr(module, name, None), bool | int):
+                    present = getattr(module, name)
+                    self.attributes.setdefault(path, {})[name] = (present, 0)
         self.head_inputs = {
             path: self.own_heads(path, rule)
             for path, rule in self.matches.modules.items()
             if rule.options.get("head_inputs")
         }
+
+    def lay_out_multihead(self, path: str) -> None:
+        module = self.model.get_submodule(path)
+        width, heads = int(module.embed_dim), int(module.num_heads)  # type: ignore[arg-type]
+        if module._parameters.get("in_proj_weight") is not None and self.tp > 1:
+            parts = [Part(name, width, heads) for name in ("q", "k", "v")]
+            self.layouts[path] = rows_of(parts, 1, self.tp)
 
     def own_heads(self, path: str, rule: Rule) -> tuple[tuple[Argument, int], ...]:
         asked = rule.options["head_inputs"]
@@ -316,7 +356,7 @@ class _Compiler:
 
     def torn(self, name: str) -> bool:
         """Whether a replicated parameter's gradient is a part here and the whole there."""
-        style = self.styles.get(self.owner(name))
+        style = self.style_of(self.owner(name))
         if style in ("rowwise", "sequence_parallel") or self.tp == 1:
             return False
         if not isinstance(self.placement(name), Replicate):
@@ -328,9 +368,7 @@ class _Compiler:
 
     def check_regions(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """Replay the sharded regions on random numbers."""
-        tokens = max((n for s in self.trace.shapes.values() for n in s[:2]), default=0)
-        if tokens > _PROVABLE_TOKENS:
-            return
+        call = shortened(call)
         failure = self.failure(call)
         if failure is not None and any(rows.shared() for rows in self.layouts.values()):
             failure = self.with_group_sizes(call, failure)
@@ -368,7 +406,10 @@ class _Compiler:
 
     def failure(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Failure | None:
         plans = self.module_plans()
-        return prove(self.model, plans, self.layouts, self.columns, self.tp, call)
+        bare = {name for name, r in self.matches.parameters.items() if r.style != "replicate"}
+        return prove(
+            self.model, plans, self.layouts, self.columns | self.multihead, bare, self.tp, call
+        )
 
     def with_group_sizes(
         self, call: tuple[tuple[Any, ...], dict[str, Any]], failure: Failure
@@ -439,7 +480,7 @@ class _Compiler:
             return bool(placement.shared())
         if not isinstance(placement, Replicate):
             return False
-        style = self.styles.get(self.owner(name))
+        style = self.style_of(self.owner(name))
         if style in ("rowwise", "sequence_parallel") and not self._in_region(name, style):
             return self.sequence_parallel
         on_stream = self.sequence_parallel and name in self.flow.on_stream
@@ -472,6 +513,7 @@ class _Compiler:
                 transposed=path in self.transposed,
                 norm=self.width_norm(path),
                 projection=path in self.columns,
+                multihead=path in self.multihead,
                 together=self.together.get(path, ()),
                 head_inputs=self.head_inputs.get(path, ()),
                 heads=self.heads_of(path),

@@ -109,6 +109,7 @@ class ModulePlan:
             rewritten modules.
         parameters: names of its own parameters that become DTensors.
         projection: whether it is column-parallel and multiplies its input by its weight.
+        multihead: whether it is torch's own attention, computed anew from the rank's heads.
         transposed: whether its weight is stored (in, out).
         norm: where it normalises over columns of which each rank holds a part.
         together: the row-parallel layers, in order of execution, whose sum is reduced once.
@@ -127,6 +128,7 @@ class ModulePlan:
     boundaries: tuple[Boundary, ...] = ()
     element: Element | None = None
     projection: bool = False
+    multihead: bool = False
     transposed: bool = False
     norm: WidthNorm | None = None
     together: tuple[str, ...] = ()

@@ -62,13 +62,14 @@ class _Walk:
         trace: Trace,
         rules: Mapping[str, Rule],
         columns: Set[str],
+        multihead: Set[str],
         boundaries: Mapping[str, tuple[Boundary, ...]],
         elements: Mapping[str, Element],
         local: Set[str],
         dim: int,
         dropouts: Set[str],
     ) -> None:
-        self.trace, self.columns = trace, columns
+        self.trace, self.columns, self.multihead = trace, columns, multihead
         self.styles = {path: rule.style for path, rule in rules.items()}
         self.gathered = {
             path
@@ -171,12 +172,14 @@ class _Walk:
         if style == "colwise":
             self.region.update(call.outputs)
             self.flat.update(n for n in call.outputs if len(self.trace.shapes[n]) <= self.dim + 1)
-        elif style in ("rowwise", "vocab"):
+        elif style in ("rowwise", "vocab") or call.path in self.multihead:
             self.region.difference_update(call.outputs)
             self.stream.difference_update(call.outputs)
         table = style == "vocab" and call.path not in self.boundaries
         if style == "rowwise" or (table and call.path not in self.gathered):
             self.stream.update(call.outputs)
+        if call.path in self.multihead:
+            self.stream.update(call.outputs[:1])
         if style == "sequence_parallel":
             self.stream.update(n for n in call.outputs if n not in self.region)
         if call.path in self.elements and call.outputs:
@@ -197,6 +200,8 @@ class _Walk:
         region = any(n in self.region or n in entries for n in op.inputs)
         stream = not region and not apart and any(n in self.stream for n in op.inputs)
         self.note_noise(index, op, "region" if region else "stream" if stream else "whole")
+        if any(c.path in self.multihead for c in around):
+            return
         weights = frozenset().union(*(self.weights.get(n, frozenset()) for n in op.inputs))
         data = [n for n in op.inputs if n not in self.weights and n not in self.constant]
         if not weights and not data:
@@ -290,6 +295,7 @@ def follow(
     trace: Trace,
     rules: Mapping[str, Rule],
     columns: Set[str],
+    multihead: Set[str],
     boundaries: Mapping[str, tuple[Boundary, ...]],
     elements: Mapping[str, Element],
     local: Set[str],
@@ -300,8 +306,9 @@ def follow(
 
     Args:
         columns: the column-parallel projections.
+        multihead: torch's own attention: a whole region in one module.
         local: modules that were found to work on each position by itself.
         dim: the sequence dimension.
         dropouts: modules that draw for their input, also where they drew nothing this time.
     """
-    return _Walk(trace, rules, columns, boundaries, elements, local, dim, dropouts).run()
+    return _Walk(trace, rules, columns, multihead, boundaries, elements, local, dim, dropouts).run()

@@ -6,7 +6,7 @@ of the layer stack are, how many heads a projection has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from tpplan.language import Diagnostic, Pattern, PlanError
 from tpplan.planner.compiled import Argument, Boundary, Element
@@ -23,7 +23,11 @@ def stream_input(trace: Trace, call: Call) -> int | None:
 
 
 def find_boundaries(
-    trace: Trace, columns: set[str], heads: set[str], gathers: Mapping[str, frozenset[str]]
+    trace: Trace,
+    columns: set[str],
+    multihead: set[str],
+    heads: set[str],
+    gathers: Mapping[str, frozenset[str]],
 ) -> dict[str, tuple[Boundary, ...]]:
     """Where each input of a column-parallel layer enters: module path -> boundaries.
 
@@ -32,6 +36,7 @@ def find_boundaries(
 
     Args:
         columns: the paths of column-parallel projections.
+        multihead: those of torch's own attention, which project several inputs.
         heads: the paths of vocab-parallel heads, which enter on their own.
         gathers: module path -> arguments that the plan says enter there.
     """
@@ -44,12 +49,19 @@ def find_boundaries(
         for index in uses.get(number, ()):
             if outer.first_op <= index < outer.last_op:
                 user = trace.calls[trace.ops[index].call].path
-                if user not in columns:
+                around = {call.path for call in trace.ancestors(trace.ops[index].call)}
+                if user not in columns and not around & multihead:
                     return False
         return True
 
     entries: dict[tuple[str, int], tuple[tuple[Argument, ...], list[str]]] = {}
     for call in trace.calls:
+        if call.path in multihead:
+            for number, names in call.arguments.items():
+                taken = tuple(a for a in names if a.name in ("query", "key", "value"))
+                if taken:
+                    entries.setdefault((call.path, number), (taken, [call.path]))
+            continue
         if call.path not in columns and call.path not in heads:
             continue
         given = stream_input(trace, call)
@@ -190,11 +202,17 @@ def sources(trace: Trace, call: Call, styles: Mapping[str, str]) -> list[str]:
     return [path for path in dict.fromkeys(c.path for c in trace.calls) if path in found]
 
 
-def require_called(trace: Trace, styles: Mapping[str, str]) -> None:
-    """Refuse what cannot be inferred: a sharded module that the traced forward never called."""
+def require_called(trace: Trace, styles: Mapping[str, str], tied: Set[str]) -> None:
+    """Refuse what cannot be inferred: a sharded module that the traced forward never called.
+
+    Args:
+        tied: modules that share their parameters with others, and may only hold them.
+    """
     called = {c.path for c in trace.calls}
     silent = [
-        p for p, s in styles.items() if s in ("colwise", "rowwise", "vocab") and p not in called
+        p
+        for p, s in styles.items()
+        if s in ("colwise", "rowwise", "vocab") and p not in called and p not in tied
     ]
     if silent:
         message = f"{silent[0]} was not called in the forward pass that was traced"

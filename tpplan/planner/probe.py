@@ -56,6 +56,8 @@ def probe_modules(
         if number is None or len(call.arguments) != 1:
             continue
         module = model.get_submodule(path)
+        if isinstance(module, nn.Embedding):
+            continue  # of positions: what it is given only tells it how many
         width = trace.shapes[number][-1]
         shapes = tuple(tuple(p.shape) for p in module.parameters())
         key = (type(module), repr(module), shapes, width)

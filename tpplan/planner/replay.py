@@ -20,9 +20,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from tpplan.compat import unfused
 from tpplan.layout import Rows
-from tpplan.planner.compiled import Argument, ModulePlan
+from tpplan.planner.compiled import Argument, Element, ModulePlan
 from tpplan.planner.geometry import attribute
+from tpplan.planner.match import folded
 
 _LARGE = 2**22
 _TOLERANCE = 1e-4
@@ -55,6 +57,7 @@ def prove(
     plans: Mapping[str, ModulePlan],
     layouts: Mapping[str, Rows],
     columns: set[str],
+    bare: set[str],
     tp: int,
     call: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> Failure | None:
@@ -63,8 +66,9 @@ def prove(
     Args:
         layouts: the rows of those column-parallel layers that are not simply cut evenly.
         columns: the column-parallel projections (others with that style run their own forward).
+        bare: parameters that are cut along their first dimension by a rule of their own.
     """
-    replay = _Replay(model, plans, layouts, columns, tp)
+    replay = _Replay(model, plans, layouts, columns, bare, tp)
     try:
         with torch.no_grad():
             replay.run(call, None)
@@ -74,7 +78,7 @@ def prove(
         return Failure(where, 0, message)
     for rank in sorted({0, 1, tp // 2, tp - 1}):
         try:
-            with torch.no_grad(), replay.attributes():
+            with torch.no_grad(), replay.own(rank):
                 replay.run(call, rank)
         except _Departed as found:
             return Failure(found.path, rank, found.message)
@@ -91,9 +95,11 @@ class _Replay:
         plans: Mapping[str, ModulePlan],
         layouts: Mapping[str, Rows],
         columns: set[str],
+        bare: set[str],
         tp: int,
     ) -> None:
         self.plans, self.layouts, self.columns, self.tp = plans, layouts, columns, tp
+        self.bare = bare
         self.rank: int | None = None
         self.events: list[_Event] = []
         self.at = 0
@@ -101,6 +107,8 @@ class _Replay:
         self.model = _stand_in(model, {p for p in plans if self._answers(model, p)})
         for path, module in self.model.named_modules():
             self._watch(path, module)
+        self._last: dict[str, Any] = {}
+        self._fold()
 
     def _answers(self, model: nn.Module, path: str) -> bool:
         """Whether a module answers with random numbers instead of computing."""
@@ -116,6 +124,8 @@ class _Replay:
             original = module.forward
             if plan.style == "colwise" and path not in self.columns:
                 module.forward = self._inner(path, original)  # type: ignore[method-assign]
+            elif plan.multihead:
+                module.forward = self._multihead(path)  # type: ignore[method-assign]
             elif any(p is not None and p.is_meta for p in module._parameters.values()):
                 module.forward = self._oracle(path, module, plan)  # type: ignore[method-assign]
             elif plan.head_inputs:
@@ -123,10 +133,45 @@ class _Replay:
         module.register_forward_pre_hook(lambda *_: self.running.append(path), prepend=True)
         module.register_forward_hook(lambda *_: self.running.pop() and None)
 
+    def _fold(self) -> None:
+        """Run two of the elements of the stack that are alike, and the last; skip the others."""
+        alike: dict[str, list[str]] = {}
+        for path, plan in self.plans.items():
+            if plan.element is not None:
+                key = f"{folded(path)} {_signature(self.model.get_submodule(path), path)}"
+                alike.setdefault(key, []).append(path)
+        for key, paths in alike.items():
+            for place, path in enumerate(paths):
+                module, element = self.model.get_submodule(path), self.plans[path].element
+                assert element is not None
+                skipped = 2 <= place < len(paths) - 1
+                module.forward = self._folded(key, element, module.forward, skipped)  # type: ignore[method-assign]
+
+    def _folded(
+        self, key: str, element: Element, original: Callable[..., Any], skipped: bool
+    ) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not skipped:
+                self._last[key] = original(*args, **kwargs)
+                return self._last[key]
+            # what one like it gave beside the stream serves here as well
+            stream, last = taken(element.argument, args, kwargs), self._last[key]
+            if element.output is None:
+                return stream
+            items = list(last)
+            items[element.output] = stream
+            return type(last)(items)
+
+        return forward
+
     @contextlib.contextmanager
-    def attributes(self) -> Iterator[None]:
-        """With every rank-dependent attribute at its per-rank value."""
+    def own(self, rank: int) -> Iterator[None]:
+        """With every attribute and bare parameter at the value it has on a rank."""
         before = []
+        for name in self.bare:
+            owner, _, leaf = name.rpartition(".")
+            module = self.model.get_submodule(owner)
+            before.append(_narrowed(module._parameters, leaf, rank, self.tp))
         for path, plan in self.plans.items():
             for name, (_, local) in plan.attributes.items():
                 before.append(assign(self.model.get_submodule(path), name, local))
@@ -139,7 +184,8 @@ class _Replay:
     def run(self, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int | None) -> None:
         self.rank, self.at, self.running = rank, 0, []
         args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
-        self.model(*args, **kwargs)
+        with unfused():
+            self.model(*args, **kwargs)
         if rank is not None and self.at < len(self.events):
             path = self.events[self.at].path
             raise _Departed(path, "is not reached, which it is in the whole model")
@@ -184,6 +230,19 @@ class _Replay:
 
         return forward
 
+    def _multihead(self, path: str) -> Callable[..., Any]:
+        """torch's own attention: whole in, whole out, by the rewriter's own code."""
+
+        def forward(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+            if self.rank is None:
+                self.events.append(_Event(path, query.clone(), torch.randn(query.shape)))
+                return self.events[-1].made.clone(), None
+            event = self._next(path)
+            _compare(path, event.given, query, "its input is not the whole model's")
+            return event.made.clone(), None
+
+        return forward
+
     def _inner(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """A module that computes on sharded columns or heads: the rank's part of the whole's."""
 
@@ -218,6 +277,16 @@ class _Replay:
         return forward
 
 
+def _narrowed(
+    table: dict[str, nn.Parameter | None], leaf: str, rank: int, tp: int
+) -> Callable[[], None]:
+    whole = table[leaf]
+    assert whole is not None
+    each = whole.size(0) // tp
+    table[leaf] = nn.Parameter(whole.narrow(0, rank * each, each), requires_grad=False)
+    return lambda: table.__setitem__(leaf, whole)
+
+
 def own_heads(
     plan: ModulePlan, rank: int, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -226,7 +295,7 @@ def own_heads(
     A dimension of batch·heads holds the heads of one sample after the other.
     """
     for argument, dim in plan.head_inputs:
-        x = _taken(argument, args, kwargs)
+        x = taken(argument, args, kwargs)
         if not isinstance(x, torch.Tensor) or x.size(dim) == 1:
             continue
         dim %= x.dim()
@@ -245,7 +314,30 @@ def own_heads(
     return args, kwargs
 
 
-def _taken(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _signature(module: nn.Module, path: str) -> str:
+    """What tells a layer from one that computes something else: classes, shapes, plain attributes.
+
+    Its own number, which layers keep to find their place in a cache, does not.
+    """
+    number = next((int(part) for part in reversed(path.split(".")) if part.isdigit()), -1)
+    told = []
+    for name, inner in module.named_modules():
+        shapes = [
+            tuple(p.shape)
+            for p in (*inner._parameters.values(), *inner._buffers.values())
+            if p is not None
+        ]
+        plain = {
+            k: v
+            for k, v in vars(inner).items()
+            if isinstance(v, int | float | str | bool) and not (v == number and v is not True)
+        }
+        told.append((name, type(inner).__qualname__, shapes, sorted(plain.items())))
+    return str(told)
+
+
+def taken(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An argument of a call; None where it was not given."""
     if argument.name in kwargs:
         return kwargs[argument.name]
     if argument.index is not None and argument.index < len(args):

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import FakeTensorMode
 from tpplan.language import Diagnostic, PlanError
 
 BATCH, LENGTH = 2, 8
+_SHORT = 64
 
 
 def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -84,3 +86,24 @@ def call_for(
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
     return (inputs,), {}
+
+
+def shortened(
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call on the first tokens of long sequences: every dimension as long as they are is cut.
+
+    For runs that compute with real numbers, of which a few tokens tell as much as many.
+    """
+    tensors = [t for t in tree_leaves(call) if isinstance(t, torch.Tensor) and t.dim() >= 2]
+    length = max((int(t.size(1)) for t in tensors), default=0)
+    if length <= _SHORT or sum(t.numel() for t in tensors) < 2**12:
+        return call
+
+    def cut(t: torch.Tensor) -> torch.Tensor:
+        for dim, size in enumerate(t.shape):
+            if size == length:
+                t = t.narrow(dim, 0, _SHORT)
+        return t
+
+    return tree_map_only(torch.Tensor, cut, call)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.layout import Rows
 
+_PACKED = ("in_proj_weight", "in_proj_bias")
 SUPPORTED_OPTIONS: Mapping[str, frozenset[str]] = {
     "colwise": frozenset({"packed", "transposed"}),
     "rowwise": frozenset({"transposed", "reduce"}),
@@ -50,6 +51,8 @@ def placement_in(
     """
     parameter = module._parameters[leaf]
     matrix = parameter is not None and parameter.dim() >= 2 and leaf == "weight"
+    if style == "attention" and is_multihead(module):
+        return Shard(0) if rows is None or leaf not in _PACKED else rows
     if style == "vocab":
         return Shard(0)
     if style == "rowwise":
@@ -63,6 +66,21 @@ def placement_in(
 def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether ``module`` computes exactly what torch's ``kind`` does."""
     return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def is_multihead(module: nn.Module) -> bool:
+    """Whether ``module`` is torch's own attention, which computes its projections by itself."""
+    return runs_as(module, nn.MultiheadAttention)
+
+
+def _attention(module: nn.Module, tp: int) -> str | None:
+    if not is_multihead(module):
+        return None
+    if module.bias_k is not None or module.add_zero_attn:
+        return "nn.MultiheadAttention with add_bias_kv or add_zero_attn cannot be sharded"
+    if (heads := int(module.num_heads)) % tp:  # type: ignore[arg-type]
+        return f"tp {tp} does not divide its {heads} heads; tp may be {divisors(heads)}"
+    return None
 
 
 def _weighted(module: nn.Module, tp: int) -> str | None:
@@ -105,5 +123,5 @@ STYLES: Mapping[str, Style] = {
     "vocab": Style(_vocab),
     "sequence_parallel": Style(_whole),
     "replicate": Style(_whole),
-    "attention": Style(_whole),
+    "attention": Style(_attention),
 }

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from tpplan.compat import FakeTensorMode, quiet
+from tpplan.compat import FakeTensorMode, quiet, unfused
 from tpplan.planner.compiled import Argument
 
 
@@ -133,7 +133,7 @@ def record(
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(after))
     try:
-        with mode, torch.no_grad(), quiet(), recorder:
+        with mode, torch.no_grad(), quiet(), unfused(), recorder:
             fake_args, fake_kwargs = fake_inputs(mode, (args, dict(kwargs)))
             shadow(*fake_args, **fake_kwargs)
     finally:

@@ -55,6 +55,7 @@ def execute(
     """The collectives of one forward and backward of the rewritten model, on the first rank."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadow = shadow_of(model, mode).eval()
+    shadow.training = model.training  # whether a loss leaves the logits sharded goes by it
     args, kwargs = fake_inputs(mode, call)
     recorder = Recorder()
     with contextlib.ExitStack() as stack:

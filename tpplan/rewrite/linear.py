@@ -27,7 +27,7 @@ class Rowwise(Lowered):
         state = self._tpplan
         weight, *bias = self._locals()
         partial = F.linear(input, weight.t() if state.plan.transposed else weight)
-        return _reduced(self, partial, bias)
+        return reduced(self, partial, bias)
 
 
 class RowwiseTogether(Rowwise):
@@ -53,12 +53,13 @@ class RowwiseTogether(Rowwise):
                 dim = min(stream.dim, partial.dim() - 2)
                 rows[dim] = -(-rows[dim] // stream.group.size)
             return partial.new_zeros(()).expand(rows)
-        return _reduced(self, partial, biases)
+        return reduced(self, partial, biases)
 
 
-def _reduced(
+def reduced(
     module: Lowered, partial: torch.Tensor, biases: tuple[torch.Tensor, ...] | list[torch.Tensor]
 ) -> torch.Tensor:
+    """The sum of all ranks' ``partial``, whole or as this rank's rows, and the biases once."""
     state = module._tpplan
     stream = state.stream
     if not stream.sequence_parallel:

@@ -17,6 +17,7 @@ from tpplan.comm.conjugates import join
 from tpplan.planner import Argument
 from tpplan.planner.replay import own_heads
 from tpplan.rewrite.draws import draws_in_training
+from tpplan.rewrite.logits import Logits
 from tpplan.rewrite.lowered import Lowered
 from tpplan.rewrite.parameters import Own, make
 
@@ -71,13 +72,14 @@ class Container(Lowered):
     """Runs rewritten modules inside its own forward, between which the stream is global.
 
     The outermost one, which the user called, answers with full tensors, unless it was given the
-    stream in its global form.
+    stream in its global form; for logits see ``Logits.answer``.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
         stream = state.stream
-        if stream.inside:
+        # a whole model is called by the user, also where its forward is recomputed in backward
+        if stream.nested or (stream.inside and state.plan.path):
             with stream.entered():
                 return super().forward(*args, **kwargs)
         config = getattr(self, "config", None)
@@ -91,11 +93,15 @@ class Container(Lowered):
         _prepare(self, summed_only=True)
         with stream.entered():
             out = super().forward(*args, **kwargs)
-        if not stream.sequence_parallel or any(
-            stream.is_sharded(x) for x in (*args, *kwargs.values())
-        ):
+        if not stream.sequence_parallel and torch.compiler.is_compiling():
             return out
-        return _converted(out, self._whole)
+        given = any(stream.is_sharded(x) for x in (*args, *kwargs.values()))
+        if stream.sequence_parallel and not given:
+            return _converted(out, self._whole)
+        return _converted(out, self._logits)
+
+    def _logits(self, x: DTensor) -> torch.Tensor:
+        return x.answer(self.training) if isinstance(x, Logits) else x
 
     def _check(self, inputs: Any) -> None:
         """Compare the ranks' first batch, and where the first random numbers are drawn from."""
@@ -113,6 +119,8 @@ class Container(Lowered):
     def _whole(self, x: DTensor) -> torch.Tensor:
         state = self._tpplan
         stream = state.stream
+        if isinstance(x, Logits):
+            return x.answer(self.training)
         if stream.is_sharded(x) and x.dim() > stream.dim + 1:
             return stream.whole(x, state.transition)
         if not stream.whole_results and x.placements[0] == Shard(x.dim() - 1):
@@ -235,8 +243,10 @@ class Apart(Lowered):
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
-        if state.stream.length is None and state.stream.is_sharded(input):
-            input = state.stream.whole(input, state.transition)
+        if isinstance(input, DTensor) and state.stream.length is None:
+            sharded = state.stream.is_sharded(input) and input.dim() > state.stream.dim + 1
+            whole = state.stream.whole(input, state.transition) if sharded else None
+            input = input.full_tensor() if whole is None else whole
         return super().forward(input, *args, **kwargs)
 
 

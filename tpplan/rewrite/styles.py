@@ -13,6 +13,7 @@ from tpplan.comm import Site, Stream, Transition
 from tpplan.comm.rows import distributed
 from tpplan.planner import CompiledPlan, ModulePlan
 from tpplan.planner.replay import assign
+from tpplan.rewrite.attention import MultiheadAttention
 from tpplan.rewrite.draws import Draws
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseTogether
@@ -35,6 +36,7 @@ from tpplan.rewrite.vocab import VocabEmbedding, VocabHead
 _REASONS: Mapping[str | None, tuple[str, str]] = {
     "rowwise": ("its partial outputs, summed", "gradient of its output"),
     "vocab": ("look-ups of each rank's rows, summed", "gradient of its output"),
+    "attention": ("its partial outputs, summed", "gradient of its output"),
     "norm": ("sum of squares over the sharded width", "gradient of the sum of squares"),
     "head": ("logits, gathered", "gradient of the logits"),
 }
@@ -143,6 +145,8 @@ def roles_of(
             inner = VocabEmbedding
         else:
             roles.append(VocabEmbedding if isinstance(module, nn.Embedding) else VocabHead)
+    elif plan.multihead:
+        roles.append(MultiheadAttention)
     elif plan.style == "rowwise":
         roles.append(RowwiseTogether if plan.together else Rowwise)
     elif plan.projection:

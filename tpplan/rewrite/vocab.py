@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
-from tpplan import compat
 from tpplan.comm import chunk, join, reduce_out, scatter_out
+from tpplan.rewrite.logits import Origin
 from tpplan.rewrite.lowered import Lowered
 from tpplan.rewrite.streams import require_sequence
 
@@ -49,29 +48,24 @@ class VocabEmbedding(Lowered, nn.Embedding):
 
 
 class VocabHead(Lowered):
-    """Logits of this rank's range of the vocabulary; gathered, or a DTensor where the plan asks.
+    """Logits of this rank's range of the vocabulary.
 
-    A sharded result is a DTensor of the global shape: a loss that views it by the vocabulary's
-    size would misread a plain shard.
+    The model's own code gets them as ``Logits`` of the global shape, from which its loss is
+    computed without a gather; what leaves the model is decided where it does (``Container``). A
+    user who calls the head gets them whole, or sharded where the plan asks.
     """
 
     out_features: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
+        stream = state.stream
         logits = F.linear(input, *self._locals())
         last = logits.dim() - 1
-        if state.plan.options.get("output") == "shard":
-            shape = (*logits.shape[:-1], self.out_features)
-            mesh = state.stream.mesh
-            whole = compat.dtensor_spec(mesh, [Shard(last)], shape, logits.dtype).tensor_meta
-            assert whole is not None
-            return DTensor.from_local(
-                logits,
-                mesh,
-                [Shard(last)],
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride,
-            )
+        output = state.plan.options.get("output")
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (stream.nested or output == "shard"):
+            return Origin(stream, state.transition, self.out_features, output).wrap(logits)
+        if output == "shard":
+            return stream.to_global(logits, self.out_features, last)
         return join(logits, last, self.out_features, state.transition)

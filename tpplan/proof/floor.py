@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from tpplan.planner import CompiledPlan
-from tpplan.verify.ranks import Reference
+from tpplan.proof.ranks import Reference
 
 
 def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mapping[str, int]]:

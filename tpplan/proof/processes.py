@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
 from tpplan.planner import CompiledPlan
-from tpplan.verify.ranks import Outcome, Reference, run_rank
+from tpplan.proof.ranks import Outcome, Reference, run_rank
 
 
 def run_processes(reference: Reference, compiled: CompiledPlan) -> list[Outcome]:

@@ -15,8 +15,8 @@ from tpplan.comm import chunk
 from tpplan.compat import simulate
 from tpplan.layout import Rows
 from tpplan.planner import CompiledPlan
+from tpplan.proof.ranks import Reference, backward, gradient_errors, relative, results, whole
 from tpplan.rewrite import apply
-from tpplan.verify.ranks import Reference, backward, gradient_errors, relative, results, whole
 
 _SUSPECT = 1e-4
 

@@ -21,11 +21,11 @@ from tpplan.compat import simulate
 from tpplan.language import Diagnostic, Plan, PlanError, Rule
 from tpplan.planner import CompiledPlan, compile_plan
 from tpplan.planner.shadow import call_for
+from tpplan.proof.floor import floor_of
+from tpplan.proof.locate import Divergence, first_divergence
+from tpplan.proof.processes import run_processes
+from tpplan.proof.ranks import Outcome, Reference, differentiate, run_rank
 from tpplan.report.recorder import PHASES
-from tpplan.verify.floor import floor_of
-from tpplan.verify.locate import Divergence, first_divergence
-from tpplan.verify.processes import run_processes
-from tpplan.verify.ranks import Outcome, Reference, differentiate, run_rank
 
 BATCH, LENGTH = 2, 13  # a length that no tp divides
 
@@ -171,14 +171,14 @@ def _random_ids(
     model: nn.Module, args: Any, kwargs: Any, generator: torch.Generator
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Zeros stand for token ids where nothing was given: random ones instead."""
-    rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+    vocab = getattr(getattr(model, "config", None), "vocab_size", None) or next(tables, 2)
 
     def drawn(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if x.is_floating_point():
             return torch.randn(x.shape, generator=generator)
-        vocab = max(rows, default=2)
         return torch.randint(min(2, vocab - 1), vocab, x.shape, generator=generator)
 
     return tuple(drawn(x) for x in args), {k: drawn(x) for k, x in kwargs.items()}

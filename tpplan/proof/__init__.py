@@ -1,0 +1,5 @@
+"""A plan proved numerically: every rank simulated, every gradient compared."""
+
+from tpplan.proof.verify import Check, Verification, VerificationError, describe, verify
+
+__all__ = ["Check", "Verification", "VerificationError", "describe", "verify"]
