@@ -18,11 +18,11 @@ from tests.planner.test_geometry import NUMBERS, attention
 from tpplan.language import FrozenMap
 from tpplan.layout import Rows
 from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.proof import VerificationError, verify
+from tpplan.proof.verify import Verification, describe
 from tpplan.rewrite import linear
-from tpplan.verify import VerificationError, verify
-from tpplan.verify.verify import Verification, describe
 
-SUBJECT = importlib.import_module("tpplan.verify.verify")  # the function has its module's name
+SUBJECT = importlib.import_module("tpplan.proof.verify")  # the function has its module's name
 Change = Callable[[CompiledPlan], CompiledPlan]
 
 
