@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpplan.comm import chunk
 from tpplan.compat import simulate
+from tpplan.layout import Rows
 from tpplan.planner import CompiledPlan
 from tpplan.proof.ranks import Reference, backward, gradient_errors, relative, results, whole
 from tpplan.rewrite import apply
@@ -33,35 +34,46 @@ class Divergence:
         return f"{self.what} of {self.module or 'the model'} (by {self.error:.1e})"
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Seen:
-    """The modules that returned, in order, with the first floating tensor each gave."""
+    """The first floating tensor that a module was given (row-parallel layers only) or gave."""
 
-    outputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    path: str
+    given: bool
+    tensor: torch.Tensor
 
 
 def first_divergence(reference: Reference, compiled: CompiledPlan) -> Divergence | None:
     """Run both once more with every module watched; None where nothing comparable differs."""
     model = copy.deepcopy(reference.model)
-    expected = _watched(model, reference)
+    expected = _watched(model, reference, compiled)
     found = simulate(compiled.tp, lambda mesh: _on_rank(mesh, reference, compiled, expected))
     return min((f for f in found if f is not None), key=lambda f: f[0], default=(0, None))[1]
 
 
-def _watched(model: nn.Module, reference: Reference) -> list[tuple[str, torch.Tensor]]:
-    seen = _Seen()
-    handles = [
-        module.register_forward_hook(
-            lambda _, __, out, path=path: seen.outputs.append((path, _first(out)))
-        )
-        for path, module in model.named_modules()
-    ]
+def _watched(model: nn.Module, reference: Reference, compiled: CompiledPlan) -> list[_Seen]:
+    """What was seen, in order of execution."""
+    seen: list[_Seen] = []
+    handles = []
+
+    def before(path: str, args: Any) -> None:
+        seen.append(_Seen(path, True, _first(args)))
+
+    def after(path: str, out: Any) -> None:
+        seen.append(_Seen(path, False, _first(out)))
+
+    for path, module in model.named_modules():
+        plan = compiled.modules.get(path)
+        if plan is not None and plan.style == "rowwise":
+            hook = module.register_forward_pre_hook(lambda _, args, path=path: before(path, args))
+            handles.append(hook)
+        handles.append(module.register_forward_hook(lambda _, __, out, path=path: after(path, out)))
     try:
         backward(results(model, reference.call), reference.seed)
     finally:
         for handle in handles:
             handle.remove()
-    return seen.outputs
+    return seen
 
 
 def _first(out: Any) -> torch.Tensor:
@@ -78,18 +90,24 @@ def _on_rank(
     mesh: DeviceMesh,
     reference: Reference,
     compiled: CompiledPlan,
-    expected: list[tuple[str, torch.Tensor]],
+    expected: list[_Seen],
 ) -> tuple[int, Divergence] | None:
     model = copy.deepcopy(reference.model)
     model.zero_grad(set_to_none=True)
     apply(model, compiled, mesh, src_data_rank=None)
-    got = _watched(model, reference)
-    for index, ((path, theirs), (_, ours)) in enumerate(zip(expected, got, strict=False)):
-        error = _difference(theirs, ours, mesh.get_local_rank(), compiled.tp)
+    got = _watched(model, reference, compiled)
+    rank, size = mesh.get_local_rank(), compiled.tp
+    for index, (theirs, ours) in enumerate(zip(expected, got, strict=False)):
+        rows = None if theirs.given else _rows_of(compiled, theirs.path)
+        error = _difference(theirs.tensor, ours.tensor, rank, size, rows)
+        if error > _SUSPECT and theirs.given:
+            # not the layer's own doing: what the module around it computes on its columns
+            around, _, leaf = theirs.path.rpartition(".")
+            return index, Divergence(around, f"the input of '{leaf}' inside", error)
         if error > _SUSPECT:
-            return index, Divergence(path, "the output", error)
+            return index, Divergence(theirs.path, "the output", error)
     errors = gradient_errors(reference, model)
-    last = {path: index for index, (path, _) in enumerate(expected)}
+    last = {seen.path: index for index, seen in enumerate(expected)}
     wrong = {name: e for name, e in errors.items() if e > reference_tolerance(errors)}
     if not wrong:
         return None
@@ -106,8 +124,22 @@ def reference_tolerance(errors: dict[str, float]) -> float:
     return _SUSPECT if worst > _SUSPECT else worst / 2
 
 
-def _difference(full: torch.Tensor, ours: torch.Tensor, rank: int, size: int) -> float:
+def _rows_of(compiled: CompiledPlan, path: str) -> Rows | None:
+    """Which columns of a column-parallel layer's output a rank has, where they are not even."""
+    plan = compiled.modules.get(path)
+    if plan is None or not plan.projection:
+        return None
+    placement = compiled.parameter(f"{path}.weight").placement
+    return placement if isinstance(placement, Rows) else None
+
+
+def _difference(
+    full: torch.Tensor, ours: torch.Tensor, rank: int, size: int, rows: Rows | None
+) -> float:
     """The error of what a rank holds: all of it, or its part along one dimension; 0 if unknown."""
+    if rows is not None:
+        part = Rows(full.dim() - 1, rows.pieces).take(full, rank)
+        return relative(part, ours)
     if full.shape == ours.shape:
         return relative(full, ours)
     if full.dim() != ours.dim():
@@ -115,8 +147,9 @@ def _difference(full: torch.Tensor, ours: torch.Tensor, rank: int, size: int) ->
     dims = [d for d in range(full.dim()) if full.size(d) != ours.size(d)]
     if len(dims) != 1 or ours.size(dims[0]) != chunk(full.size(dims[0]), size):
         return 0.0
-    rows = ours.size(dims[0])
-    part = full.narrow(dims[0], rows * rank, min(rows, max(0, full.size(dims[0]) - rows * rank)))
+    length, total = ours.size(dims[0]), full.size(dims[0])
+    start, stop = min(rank * length, total), min((rank + 1) * length, total)
+    part = full.narrow(dims[0], start, stop - start)
     if not part.numel():
         return 0.0
     scale = full.abs().max().clamp(min=1e-30)

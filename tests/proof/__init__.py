@@ -1,0 +1,1 @@
+"""``verify`` against plans that are right and faults that are planted."""
