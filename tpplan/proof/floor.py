@@ -20,7 +20,8 @@ def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mappi
     modules = compiled.modules.values()
     rows = [m for m in modules if m.style == "rowwise"]
     blocks = len({m.together or (m.path,) for m in rows})
-    vocabs = [m for m in modules if m.style == "vocab"]
+    # a tied table that only holds the weight of others looks nothing up
+    vocabs = [m for m in modules if m.style == "vocab" and m.path in reference.called]
     tables = sum(
         1 for m in vocabs if isinstance(reference.model.get_submodule(m.path), nn.Embedding)
     )

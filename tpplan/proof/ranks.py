@@ -23,13 +23,17 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Reference:
-    """The unsharded model, a call, and what it gives: plain data that a process can be sent."""
+    """The unsharded model, a call, and what it gives: plain data that a process can be sent.
+
+    ``called``: the modules that ran.
+    """
 
     model: nn.Module
     call: _Call
     seed: int
     outputs: tuple[torch.Tensor, ...]
     gradients: Mapping[str, torch.Tensor | None]
+    called: frozenset[str]
 
 
 @dataclass(frozen=True)

@@ -151,8 +151,15 @@ def reference_of(model: nn.Module, inputs: Any, seed: int) -> Reference:
     if inputs is None:
         args, kwargs = _random_ids(twin, args, kwargs, generator)
     call = (args, kwargs)
+    called: set[str] = set()
+    handles = [
+        module.register_forward_pre_hook(lambda *_, path=path: called.add(path))  # type: ignore[misc]
+        for path, module in twin.named_modules()
+    ]
     outputs, gradients = differentiate(twin, call, seed)
-    return Reference(twin, call, seed, outputs, gradients)
+    for handle in handles:
+        handle.remove()
+    return Reference(twin, call, seed, outputs, gradients, frozenset(called))
 
 
 def _unhide(model: nn.Module, generator: torch.Generator) -> None:
