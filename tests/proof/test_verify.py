@@ -226,12 +226,12 @@ def test_a_fault_among_ranks_without_a_row(planted: Callable[[Change], None]) ->
 
 
 def test_a_bias_added_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = linear._reduced
+    right = linear.reduced
 
     def reduced(module: Any, partial: torch.Tensor, biases: Any) -> torch.Tensor:
         return right(module, sum(biases, partial), ())
 
-    monkeypatch.setattr(linear, "_reduced", reduced)
+    monkeypatch.setattr(linear, "reduced", reduced)
     error = caught(llama(attention_bias=True), "llama.yaml", sequence_parallel=False)
     assert error.divergence is not None
     assert error.divergence.module == "model.layers.0.self_attn.o_proj"
@@ -261,7 +261,7 @@ def test_a_rank_that_fails_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     def reduced(module: Any, partial: torch.Tensor, biases: Any) -> torch.Tensor:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(linear, "_reduced", reduced)
+    monkeypatch.setattr(linear, "reduced", reduced)
     error = caught(llama(), "llama.yaml", sequence_parallel=False)
     assert "TP at tp 2: the sharded model fails" in str(error)
     assert "RuntimeError: no such thing" in str(error)
