@@ -117,7 +117,7 @@ def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    build = _fsdp_param._from_local_no_grad
+    build = vars(_fsdp_param)["_from_local_no_grad"]
     if placement in getattr(build, "placements", ()):
         return
 
@@ -126,10 +126,10 @@ def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
             return torch.Tensor._dtensor__new__(  # type: ignore[attr-defined, no-any-return]
                 kind, local, spec, requires_grad=local.requires_grad
             )
-        return build(local, spec)
+        return build(local, spec)  # type: ignore[no-any-return]
 
     built.placements = (placement, *getattr(build, "placements", ()))  # type: ignore[attr-defined]
-    _fsdp_param._from_local_no_grad = built
+    vars(_fsdp_param)["_from_local_no_grad"] = built
 
 
 def below_autograd() -> contextlib.AbstractContextManager[object]:
