@@ -331,6 +331,10 @@ def example(model: nn.Module) -> dict[str, Any]:
         found["input_ids"] = ids()
     if config.is_encoder_decoder:
         found["decoder_input_ids"] = ids(length=LENGTH - 2)
+    elif any(path.endswith(".encoder_attn") for path, _ in model.named_modules()):
+        states = torch.randn((BATCH, LENGTH - 2, config.d_model), generator=generator)
+        named = "encoder_hidden_states" in accepted
+        found |= {"encoder_hidden_states": states} if named else {"encoder_outputs": (states,)}
     found |= _CALLS.get(config.model_type, lambda ids: {})(ids)
     if "use_cache" in accepted:
         found["use_cache"] = False
