@@ -91,6 +91,9 @@ _LATENT |= dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 
 _OWN: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    # block-sparse attention is swapped for the full one in a forward on a short input
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": {"attention_type": "original_full"},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
@@ -329,6 +332,10 @@ def example(model: nn.Module) -> dict[str, Any]:
         found["input_ids"] = ids()
     if config.is_encoder_decoder:
         found["decoder_input_ids"] = ids(length=LENGTH - 2)
+    elif any(path.endswith(".encoder_attn") for path, _ in model.named_modules()):
+        states = torch.randn((BATCH, LENGTH - 2, config.d_model), generator=generator)
+        named = "encoder_hidden_states" in accepted
+        found |= {"encoder_hidden_states": states} if named else {"encoder_outputs": (states,)}
     found |= _CALLS.get(config.model_type, lambda ids: {})(ids)
     if "use_cache" in accepted:
         found["use_cache"] = False

@@ -120,7 +120,10 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
     complaints.by_rule(along, f"give the module the style sequence_parallel if it does, or {off}")
     for paths, message in (
         (flow.escaping, "gives out more of the sequence-sharded stream than the stream itself"),
-        (flow.foreign, "is given a tensor that is not of the sequence-sharded stream"),
+        (
+            [path for path, _ in sorted(flow.whole & flow.streamed)],
+            "is given the sequence-sharded stream in one call and a whole tensor in another",
+        ),
         (flow.flattened, "row-parallel output that does not have the stream's shape"),
     ):
         if paths:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -198,6 +199,12 @@ class _Compiler:
         )
         self.flow = follow(self.trace, *findings)
         self.draws = follow(drawing, *findings, _dropouts(self.model)).draws
+        self.boundaries = {
+            path: tuple(
+                replace(b, whole=(path, b.arguments[0].name) in self.flow.whole) for b in found
+            )
+            for path, found in self.boundaries.items()
+        }
         self.check_stack()
         checks.check_flow(self.flow, self.sequence_parallel, self.complaints)
         self.check_torn()

@@ -55,12 +55,14 @@ class Boundary:
         number: of the tensor in the trace; boundaries of one number share a collective.
         shared: all modules, in order of execution, that enter with this same tensor object and
             share one collective; just the module itself where nothing is shared.
+        whole: whether the tensor is whole also inside the stack (states a decoder attends to).
     """
 
     arguments: tuple[Argument, ...]
     consumers: tuple[str, ...]
     number: int
     shared: tuple[str, ...]
+    whole: bool = False
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class Flow:
             through, and the module those came from; and torn_stream, the same for the stream.
         along: modules in an element that combine positions of the stream, and the op.
         escaping: elements that give out more than the stream itself.
-        foreign: boundaries in an element that are given something else than the stream.
+        whole: boundaries in an element, with the argument, that are given a whole tensor; streamed:
+            those that are given the stream.
         flattened: row-parallel layers whose output is not of the stream's shape.
         draws: modules that draw random numbers in their own forward, and what for: "region",
             "stream", "whole".
@@ -51,7 +52,8 @@ class Flow:
     torn_stream: dict[str, str] = field(default_factory=dict)
     along: dict[str, str] = field(default_factory=dict)
     escaping: list[str] = field(default_factory=list)
-    foreign: list[str] = field(default_factory=list)
+    whole: set[tuple[str, str]] = field(default_factory=set)
+    streamed: set[tuple[str, str]] = field(default_factory=set)
     flattened: list[str] = field(default_factory=list)
     draws: dict[str, set[str]] = field(default_factory=dict)
 
@@ -152,9 +154,12 @@ class _Walk:
             number = self._argument(call, self.elements[call.path].argument.name)
             if number is not None:
                 self.stream.add(number)
-        entries = self.entry.get(call.index, set()) if around is not None else set()
-        if not entries <= self.stream | self.region:
-            self.flow.foreign.append(call.path)
+        for boundary in self.boundaries.get(call.path, ()) if around is not None else ():
+            name = boundary.arguments[0].name
+            number = self._argument(call, name)
+            if number is not None:
+                ours = number in self.stream or number in self.region
+                (self.flow.streamed if ours else self.flow.whole).add((call.path, name))
         outside = around is None and given in self.stream
         if style == "replicate" and outside and given not in self.region:
             self.apart.add(call.index)

@@ -18,12 +18,13 @@ class Entry:
     kept with the stream, until the last of the modules has taken it or the forward is over.
     """
 
-    def __init__(self, transition: Transition, members: int) -> None:
+    def __init__(self, transition: Transition, members: int, whole: bool) -> None:
         self.transition = transition
         self.members = members
+        self.whole = whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
-        twin = Entry(self.transition, self.members)
+        twin = Entry(self.transition, self.members, self.whole)
         memo[id(self)] = twin
         return twin
 
@@ -47,7 +48,7 @@ class Entry:
             if x.placements[0] != Replicate():
                 x = x.redistribute(placements=[Replicate()])
             return copy_in(x.to_local(), self.transition)
-        if stream.length is not None:
+        if stream.length is not None and not self.whole:
             if x.dim() <= stream.dim + 1:  # tokens without their batch: every rank's, one by one
                 return gather_in(x, 0, x.size(0) * stream.group.size, self.transition)
             return gather_in(x, stream.dim, stream.length, self.transition)

@@ -111,7 +111,7 @@ class PlannedStyle(ParallelStyle):
                 Site(self.plan.path, f"input of {names}", rule),
                 Site(self.plan.path, f"input gradient of {names}", rule),
             )
-            self.entries[key] = Entry(transition, len(boundary.shared))
+            self.entries[key] = Entry(transition, len(boundary.shared), boundary.whole)
         return self.entries[key]
 
 
