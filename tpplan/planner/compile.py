@@ -34,6 +34,7 @@ from tpplan.planner.shadow import call_for, shadow_of, shortened
 from tpplan.planner.styles import divisors, is_multihead, placement_in
 from tpplan.planner.together import reduced_together
 from tpplan.planner.trace import Trace, record
+from tpplan.planner.unproved import say_unproved
 
 _FUSED = ("activation_relu_or_gelu", "use_nested_tensor")
 
@@ -380,36 +381,7 @@ class _Compiler:
         if failure is not None and any(rows.shared() for rows in self.layouts.values()):
             failure = self.with_group_sizes(call, failure)
         if failure is not None:
-            self.say_unproved(failure)
-
-    def say_unproved(self, failure: Failure) -> None:
-        """Blame the layers whose columns were at work where a rank's run departs."""
-        path, message = failure.path, failure.message
-        own = self.matches.modules.get(path)
-        made = [p for p in self.first_path if p in self.columns and _inside(p, path)]
-        call = next((c for c in self.trace.calls if c.path == path), None)
-        if call is not None and not made:
-            made = infer.sources(self.trace, call, self.styles)
-        rule = self.matches.modules[made[0]] if made else self.rule_near(path)
-        paths, packed = [path], "a layer that is several projections in one needs 'packed'"
-        hint = (
-            "a size written in its code may have to become a per-rank value, see 'attributes' of "
-            f"the attention style; {packed}"
-        )
-        at = f"on rank {failure.rank} of {self.tp}"
-        if message.startswith("fails: ") and made:
-            message = f"fails with its part of {fold(made)}: {message.removeprefix('fails: ')}"
-        if message.startswith("its input"):
-            departs = f"{at}, {message.replace('its input', f'the input of {path}', 1)}"
-            paths = made or paths
-            message = f"the columns of one rank are not enough for its work: {departs}"
-            hint = f"{packed}; a size in the model's code may have to become a per-rank value, see "
-            hint += "'attributes' of the attention style"
-        elif own is not None and own.style == "attention":
-            rule, message = own, f"{at} it {message}"
-        else:
-            message = f"{at} it {message}"
-        self.complaints.about(rule, paths, message, hint)
+            say_unproved(failure, self.columns, self.trace, self.tp, self.complaints)
 
     def failure(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Failure | None:
         plans = self.module_plans()
@@ -436,15 +408,6 @@ class _Compiler:
                 return None
         self.attributes = stated
         return failure
-
-    def rule_near(self, path: str) -> Rule | None:
-        """The rule of a module, or of the first one inside it."""
-        inside = (
-            rule
-            for known, rule in self.matches.modules.items()
-            if known == path or known.startswith(f"{path}.")
-        )
-        return next(inside, None)
 
     # --- the outcome
 
@@ -573,10 +536,6 @@ def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
 def _dropouts(model: nn.Module) -> set[str]:
     kind = nn.modules.dropout._DropoutNd
     return {path for path, module in model.named_modules() if isinstance(module, kind)}
-
-
-def _inside(path: str, outer: str) -> bool:
-    return not outer or path.startswith(f"{outer}.")
 
 
 def _parents(path: str) -> Iterable[str]:
