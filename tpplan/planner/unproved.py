@@ -57,7 +57,8 @@ def say_unproved(
 
 def _rule_near(rules: Mapping[str, Rule], path: str) -> Rule | None:
     """The rule of a module, or of the first one inside it."""
-    return next((rule for known, rule in rules.items() if _inside(known, path)), None)
+    near = (rule for known, rule in rules.items() if known == path or _inside(known, path))
+    return next(near, None)
 
 
 def _inside(path: str, outer: str) -> bool:

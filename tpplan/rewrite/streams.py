@@ -208,23 +208,18 @@ class Boundary(Lowered):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
-        # the tensors as they were given, before any of them is replaced
-        found = [
-            (plan, entry, _taken(plan.arguments[0], args, kwargs))
-            for plan, entry in zip(state.plan.boundaries, state.entries, strict=True)
-        ]
-        before = args, kwargs
-        for plan, entry, x in found:
+        given = args, kwargs
+        for plan, entry in zip(state.plan.boundaries, state.entries, strict=True):
+            x = _taken(plan.arguments[0], *given)
             if x is None:
                 continue  # cross-attention that is given no states reads them from its cache
             entered = entry.enter(x, state.stream)
             for argument in plan.arguments:
-                if _taken(argument, *before) is not x:
+                if _taken(argument, *given) is not x:
                     raise RuntimeError(
                         f"{state.plan.path}: '{argument.name}' is another tensor than "
                         f"'{plan.arguments[0].name}'; when the plan was compiled they were one"
                     )
-            for argument in plan.arguments:
                 args, kwargs = _replaced(argument, entered, args, kwargs)
         return super().forward(*args, **kwargs)
 
