@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.language import FrozenMap, Plan, Rule
+from tpplan.layout import Rows
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class ParameterPlan:
     summed: bool = False
     aliases: tuple[str, ...] = ()
     rule: Rule | None = None
+
+    @property
+    def placed(self) -> str:
+        """The placement in a few characters, for reports."""
+        short = isinstance(self.placement, Rows)
+        return str(self.placement) if short else repr(self.placement).replace("(dim=", "(")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import math
 
 from torch import nn
 
+from tpplan.layout import Rows
 from tpplan.planner import CompiledPlan, Draws, ModulePlan, ParameterPlan
 
 
@@ -85,9 +86,12 @@ def _rule(plan: ModulePlan) -> str:
 def _parameter(entry: ParameterPlan) -> str:
     share = 100 * math.prod(entry.local_shape) / max(math.prod(entry.shape), 1)
     text = (
-        f"{entry.name} {entry.shape}: {entry.placement!r}, {entry.local_shape} on the first rank "
+        f"{entry.name} {entry.shape}: {entry.placed}, {entry.local_shape} on the first rank "
         f"({share:.0f} %)"
     )
+    if isinstance(entry.placement, Rows):
+        held = ", ".join(f"{start}:{stop}" for start, stop in entry.placement.pieces[0])
+        text += f"; the first rank holds {held} along dimension {entry.placement.dim}"
     if entry.summed:
         text += "; its gradient is summed over the ranks"
     if entry.rule is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tpplan.layout import Rows
 from tpplan.planner import CompiledPlan, ParameterPlan
 from tpplan.report.recorder import PHASES, Collective, counts
 
@@ -96,7 +97,7 @@ def _parameter(entry: ParameterPlan) -> dict[str, Any]:
         "name": entry.name,
         "shape": list(entry.shape),
         "dtype": str(entry.dtype).removeprefix("torch."),
-        "placement": repr(entry.placement),
+        "placement": str(rows) if isinstance(rows := entry.placement, Rows) else repr(rows),
         "local_shape": list(entry.local_shape),
         "gradient_summed": entry.summed,
         "aliases": list(entry.aliases),

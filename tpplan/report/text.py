@@ -90,7 +90,7 @@ def _row(entry: ParameterPlan) -> tuple[str, ...]:
     if rule is not None:
         text = rule.style
     tied = "".join(f" = {folded(alias)}" for alias in entry.aliases)
-    placement = repr(entry.placement).replace("(dim=", "(")
+    placement = entry.placed
     if entry.summed:
         placement += ", summed"
     return (
