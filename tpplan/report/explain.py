@@ -46,6 +46,14 @@ def _module(compiled: CompiledPlan, plan: ModulePlan | None, path: str) -> list[
         )
         if len(boundary.shared) > 1:
             lines.append(f"inferred: one collective serves {', '.join(boundary.shared)}")
+    if plan.transposed:
+        lines.append("inferred: its weight is stored (in, out)")
+    if len(plan.together) > 1:
+        lines.append(f"inferred: one reduction serves {', '.join(plan.together)}")
+    if plan.norm is not None:
+        lines.append("inferred: an RMSNorm over the sharded width; its squares are summed")
+    for argument, dim in plan.head_inputs:
+        lines.append(f"each rank takes its heads of '{argument.name}', along dimension {dim}")
     if plan.element is not None:
         lines.append(
             f"inferred: an element of the layer stack; '{plan.element.argument.name}' carries the "
