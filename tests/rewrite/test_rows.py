@@ -39,7 +39,7 @@ from tests.compare import (
     same,
     step,
 )
-from tests.models import VOCAB, randomize, token_ids
+from tests.models import VOCAB, randomize, token_ids, weighed
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 from tpplan.comm.rows import RowsTensor
@@ -153,7 +153,7 @@ def copies_agree(tensors: Mapping[str, torch.Tensor]) -> Errors:
 def gradients_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """Values and gradients, by ``backward``, ``autograd.grad`` and accumulation, and zeroing."""
     found = Findings()
-    for case in ALL if mesh.size() == 4 else ("gpt2", "llama 1"):
+    for case in ALL if mesh.size() == 4 and sp else ("gpt2", "llama 1"):
         reference = built(case)
         model = sharded(case, reference, mesh, sp)
         ids = token_ids(2, 13, 1)
@@ -370,7 +370,7 @@ def scaler_job(mesh: DeviceMesh, sp: bool) -> Errors:
 def copies_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """deepcopy, other dtypes, loading of whole and sharded state dicts, torch.save."""
     found = Findings()
-    for case in ("gpt2", "phi3", "llama 1"):
+    for case in ("gpt2", "llama 1"):
         reference, other = built(case), built(case, seed=2)
         model = sharded(case, reference, mesh, sp)
         with found.case(case):
@@ -414,7 +414,7 @@ def copies_job(mesh: DeviceMesh, sp: bool) -> Errors:
 def meta_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """Built on meta, materialised, and filled from a whole state dict, or drawn at random."""
     found = Findings()
-    for case in ("gpt2", "phi3", "llama 1"):
+    for case in ("phi3", "llama 1"):
         reference = built(case)
         model = built(case, device="meta")
         with found.case(case):
@@ -539,7 +539,7 @@ def checkpoint_job(mesh: DeviceMesh, sp: bool, case: str) -> Errors:
 
 
 def full_state_job(mesh: DeviceMesh, sp: bool) -> Errors:
-    """torch's own functions for full state dicts: out; in, they name the placement and raise."""
+    """torch's own functions for full state dicts: out; in, they are right, or raise."""
     found = Findings()
     for case in ("gpt2", "phi3", "llama 1"):
         saved = trained(case, 1, lambda m, case=case: sharded(case, m, mesh, sp))
@@ -561,11 +561,14 @@ def full_state_job(mesh: DeviceMesh, sp: bool) -> Errors:
                     found.add(f"{case}, offload={offload}: exp_avg", same(plain))
         for broadcast in (False, True):
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-            given = expected if dist.get_rank() == 0 or not broadcast else {}
+            other = {name: 2 * value for name, value in expected.items()}
+            given = dict(other) if dist.get_rank() == 0 or not broadcast else {}
             title = f"{case}: set, broadcast={broadcast}"
             try:
                 set_model_state_dict(saved[0], given, options=options)
-                found.add(f"{title} is refused", same(False))
+                # possible where every rank holds all rows: one KV head for all
+                for name, p in saved[0].named_parameters():
+                    found.add(f"{title}: {name}", same(torch.equal(full(p), other[name])))
             except RuntimeError as e:
                 told = "Rows" in str(e) or "must match" in str(e)
                 found.add(f"{title} is refused: {e}", same(told))
@@ -637,8 +640,8 @@ def compile_job(mesh: DeviceMesh, sp: bool, case: str) -> Errors:
     ids = token_ids(2, 16, 0)
 
     def run(m: Any) -> Mapping[str, torch.Tensor]:
-        out = (whole if m is model else m)(ids, labels=ids)
-        return {"objective": out.loss, "logits": out.logits}
+        logits = (whole if m is model else m)(ids).logits
+        return {"objective": weighed(logits), "logits": logits}
 
     found.add(case, step(reference, model, run))
     for name in by_rows(model):
@@ -678,10 +681,10 @@ def test_training(ranks: Ranks, job: Any, tp: int, sp: bool) -> None:
 @pytest.mark.parametrize(
     ("case", "sp", "names"),
     [
-        ("llama 2", True, tuple(OPTIMIZERS)),
+        ("llama 2", True, tuple(OPTIMIZERS)[::2]),
+        ("llama 1", False, tuple(OPTIMIZERS)[1::2]),
         ("gpt2", True, ("AdamW foreach", "AdamW fused")),
-        ("phi3", False, ("AdamW foreach", "AdamW fused")),
-        ("llama 1", False, ("AdamW foreach",)),
+        ("phi3", False, ("AdamW fused",)),
         ("bigcode", True, ("AdamW foreach", "SGD momentum")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -690,7 +693,7 @@ def test_optimizers(ranks: Ranks, case: str, sp: bool, names: tuple[str, ...]) -
     assert not beyond(ranks.run(4, optimizers_job, sp, case, names))
 
 
-@pytest.mark.parametrize("case", ["gpt2", "bigcode", "phi3"])
+@pytest.mark.parametrize("case", ["gpt2", "bigcode"])
 def test_checkpoints(ranks: Ranks, case: str) -> None:
     assert not beyond(ranks.run(4, checkpoint_job, True, case))
 
