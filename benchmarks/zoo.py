@@ -138,6 +138,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {
         "is_decoder": True,
@@ -157,7 +158,16 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 """What single types (of configs) need besides."""
 
+
+
+def _states(*size: int) -> Tensor:
+    """Activations for a batch, the same at every call."""
+    return torch.randn((BATCH, *size), generator=torch.Generator().manual_seed(5))
+
+
 _CALLS: dict[str, Callable[[Callable[..., Tensor]], dict[str, Any]]] = {
+    "git": lambda ids: {"pixel_values": _states(3, 16, 16)},
+    "mllama_text_model": lambda ids: {"cross_attention_states": _states(LENGTH + 4, 64)},
     "musicgen_decoder": lambda ids: {"input_ids": ids(4 * BATCH)},
     "musicgen_melody_decoder": lambda ids: {"input_ids": ids(4 * BATCH)},
     "roc_bert": lambda ids: {"input_shape_ids": ids(), "input_pronunciation_ids": ids()},
@@ -204,6 +214,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bart": ("BartForConditionalGeneration", {}),
     "whisper": ("WhisperForConditionalGeneration", {}),
+    "blenderbot": ("BlenderbotForConditionalGeneration", {}),
+    "marian": ("MarianMTModel", {}),
+    "mbart": ("MBartForConditionalGeneration", {}),
+    "mvp": ("MvpForConditionalGeneration", {}),
+    "pegasus": ("PegasusForConditionalGeneration", {}),
 }
 """Encoders and encoder-decoders: name -> (class, config changes)."""
 
@@ -333,7 +348,7 @@ def example(model: nn.Module) -> dict[str, Any]:
     if config.is_encoder_decoder:
         found["decoder_input_ids"] = ids(length=LENGTH - 2)
     elif any(path.endswith(".encoder_attn") for path, _ in model.named_modules()):
-        states = torch.randn((BATCH, LENGTH - 2, config.d_model), generator=generator)
+        states = _states(LENGTH - 2, config.d_model)
         named = "encoder_hidden_states" in accepted
         found |= {"encoder_hidden_states": states} if named else {"encoder_outputs": (states,)}
     found |= _CALLS.get(config.model_type, lambda ids: {})(ids)

@@ -241,7 +241,7 @@ class _Walk:
                 made = [n for n in op.inputs if n in self.weights and n in self.maker]
                 self.note_mixture(op, [*data, *made], around)
         if weights or any(n in self.trained for n in data):
-            self.trained.update(op.outputs)
+            self.trained.update(n for n in op.outputs if n in self.trace.floating)
 
     def note_noise(self, index: int, op: Op, kind: str) -> None:
         """What random numbers are drawn for: where they are drawn by themselves, what they meet."""
