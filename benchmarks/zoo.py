@@ -159,7 +159,6 @@ _OWN: dict[str, dict[str, Any]] = {
 """What single types (of configs) need besides."""
 
 
-
 def _states(*size: int) -> Tensor:
     """Activations for a batch, the same at every call."""
     return torch.randn((BATCH, *size), generator=torch.Generator().manual_seed(5))
