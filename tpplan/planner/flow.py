@@ -1,7 +1,8 @@
 """How tensors are laid out as they flow through the traced model, and what follows from it.
 
 A tensor is *in a region* from where the stream enters a sharded region until a row-parallel layer
-reduces it: there each rank works on its own columns. It is *of the stream* outside, where under
+reduces it: there each rank works on its own columns, or on the whole of something whose gradient
+is a part on each rank (what a replicated layer makes of what has entered). It is *of the stream* outside, where under
 sequence parallelism each rank has its own rows. A replicated parameter that meets either sees only
 a part of the work, so its gradient must be summed over the ranks.
 """
@@ -78,6 +79,7 @@ class _Walk:
         self.local, self.dim, self.dropouts = local, dim, dropouts
         self.flow = Flow()
         self.region: set[int] = set()
+        self.whole_in_region: set[int] = set()
         self.stream: set[int] = set()
         self.weights: dict[int, frozenset[str]] = {
             number: frozenset([name]) for number, name in trace.parameters.items()
@@ -134,9 +136,10 @@ class _Walk:
     def enter(self, call: Call) -> None:
         style = self.styles.get(call.path)
         given = next((n for n in call.arguments if n in self.trace.floating), None)
-        if style == "rowwise" and given is not None and given not in self.region:
+        sharded = given in self.region and given not in self.whole_in_region
+        if style == "rowwise" and given is not None and not sharded:
             self.flow.unsharded.append(call.path)
-        if call.path in self.columns and given in self.region:
+        if call.path in self.columns and sharded:
             self.flow.twice.append(call.path)
         around = self._element_of(call)
         if around is not None and style == "rowwise" and given is not None:
@@ -166,6 +169,7 @@ class _Walk:
         style = self.styles.get(call.path)
         if style == "colwise":
             self.region.update(call.outputs)
+            self.whole_in_region.difference_update(call.outputs)
             self.flat.update(n for n in call.outputs if len(self.trace.shapes[n]) <= self.dim + 1)
         elif style in ("rowwise", "vocab"):
             self.region.difference_update(call.outputs)
@@ -212,7 +216,11 @@ class _Walk:
             if region or n not in self.stream
         ]
         if region:
+            partial = self.region - self.whole_in_region - entries
             self.region.update(op.outputs)
+            self.whole_in_region.update(op.outputs)
+            if not partial.isdisjoint(data):
+                self.whole_in_region.difference_update(op.outputs)
             self.note_rows(op, around)
             if whole:
                 self.flow.torn.setdefault(around[0].path, self.maker.get(whole[0], ""))

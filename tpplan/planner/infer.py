@@ -29,6 +29,7 @@ def find_boundaries(
 
     It belongs at the outermost module that was given the very same tensor and uses it for
     column-parallel layers only: such a module may read the tensor's shape before projecting it.
+    Where the plan says that an argument enters, what replicated layers make of it has entered.
 
     Args:
         columns: the paths of column-parallel projections.
@@ -48,6 +49,12 @@ def find_boundaries(
                     return False
         return True
 
+    entered = {
+        (call.index, number): whole_in(trace, number, call, columns)
+        for call in trace.calls
+        for number, arguments in call.arguments.items()
+        if any(a.name in gathers.get(call.path, ()) for a in arguments)
+    }
     entries: dict[tuple[str, int], tuple[tuple[Argument, ...], list[str]]] = {}
     for call in trace.calls:
         if call.path not in columns and call.path not in heads:
@@ -56,14 +63,16 @@ def find_boundaries(
         if given is None:
             continue
         path, arguments = call.path, call.arguments[given]
-        if call.path not in heads:
+        around = {outer.index: outer for outer in trace.ancestors(call.parent)}
+        made = ((i, n) for (i, n), whole in entered.items() if i in around and given in whole)
+        source = next(made, None)
+        if source is not None:
+            given = source[1]
+            path, arguments = around[source[0]].path, around[source[0]].arguments[given]
+        elif call.path not in heads:
             for outer in trace.ancestors(call.parent):
                 named = outer.arguments.get(given)
                 if named is None:
-                    break
-                asked = gathers.get(outer.path)
-                if asked is not None and not asked.isdisjoint(a.name for a in named):
-                    path, arguments = outer.path, named
                     break
                 if not only_columns(given, outer):
                     break
@@ -83,6 +92,17 @@ def find_boundaries(
         if all(boundary.arguments != other.arguments for other in known):
             result[path] = (*known, boundary)
     return result
+
+
+def whole_in(trace: Trace, number: int, outer: Call, columns: set[str]) -> set[int]:
+    """What a module makes of a tensor without any column-parallel layer: whole on every rank."""
+    whole, cut = {number}, set[int]()
+    for op in trace.ops[outer.first_op : outer.last_op]:
+        if trace.calls[op.call].path in columns or not cut.isdisjoint(op.inputs):
+            cut.update(op.outputs)
+        elif not whole.isdisjoint(op.inputs):
+            whole.update(op.outputs)
+    return whole - cut
 
 
 def find_elements(
