@@ -177,6 +177,9 @@ class Element(Lowered):
             local = split(x, stream.dim, state.transition)
         stays = isinstance(x, DTensor) or stream.inside
         args, kwargs = _replaced(plan.argument, local, args, kwargs)
+        # what else it is given of the stream (an embedding of the tokens for every layer)
+        args = tuple(self._rows_of(y, length) for y in args)
+        kwargs = {name: self._rows_of(y, length) for name, y in kwargs.items()}
         stream.length = length
         try:
             out = super().forward(*args, **kwargs)
@@ -193,6 +196,12 @@ class Element(Lowered):
         items = list(out)
         items[plan.output] = answer(items[plan.output])
         return type(out)(items)
+
+    def _rows_of(self, value: Any, length: int) -> Any:
+        stream = self._tpplan.stream
+        if not stream.is_sharded(value) or not value.is_floating_point():
+            return value
+        return stream.to_local(value) if value.size(stream.dim) == length else value
 
 
 class Boundary(Lowered):
