@@ -31,6 +31,7 @@ class ParameterPlan:
     Attributes:
         shape: global; local_shape: of the first rank, which has the most rows.
         summed: whether its gradient is summed over the ranks, because each rank's is only a part.
+        apart: whether only one rank uses it (a module for each head), and has a gradient for it.
         aliases: its other names where it is tied.
         rule: the rule that decided, or None where it is small and was left replicated.
     """
@@ -41,6 +42,7 @@ class ParameterPlan:
     placement: Placement
     local_shape: tuple[int, ...]
     summed: bool = False
+    apart: bool = False
     aliases: tuple[str, ...] = ()
     rule: Rule | None = None
 
@@ -108,6 +110,7 @@ class ModulePlan:
         style: its rule's style, or None where it has no rule but parameters of its own, or runs
             rewritten modules.
         parameters: names of its own parameters that become DTensors.
+        streaming: those of them that its own code combines with the stream in its global form.
         projection: whether it is column-parallel and multiplies its input by its weight.
         transposed: whether its weight is stored (in, out).
         norm: where it normalises over columns of which each rank holds a part.
@@ -124,6 +127,7 @@ class ModulePlan:
     style: str | None
     rule: Rule | None = None
     parameters: tuple[str, ...] = ()
+    streaming: tuple[str, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     element: Element | None = None
     projection: bool = False

@@ -2,9 +2,9 @@
 
 A tensor is *in a region* from where the stream enters a sharded region until a row-parallel layer
 reduces it: there each rank works on its own columns, or on the whole of something whose gradient
-is a part on each rank (what a replicated layer makes of what has entered). It is *of the stream* outside, where under
-sequence parallelism each rank has its own rows. A replicated parameter that meets either sees only
-a part of the work, so its gradient must be summed over the ranks.
+is a part on each rank (what a replicated layer makes of what has entered). It is *of the stream*
+outside, where under sequence parallelism each rank has its own rows. A replicated parameter that
+meets either sees only a part of the work, so its gradient must be summed over the ranks.
 """
 
 from __future__ import annotations
@@ -74,6 +74,12 @@ class _Walk:
             path
             for path, rule in rules.items()
             if rule.style == "vocab" and rule.options.get("output") == "gather"
+        }
+        # row-parallel layers of whose result each rank gets its columns
+        self.scattered = {
+            path
+            for path, rule in rules.items()
+            if rule.style == "rowwise" and rule.options.get("output") == "shard"
         }
         self.boundaries, self.elements = boundaries, elements
         self.local, self.dim, self.dropouts = local, dim, dropouts
@@ -167,7 +173,7 @@ class _Walk:
 
     def leave(self, call: Call) -> None:
         style = self.styles.get(call.path)
-        if style == "colwise":
+        if style == "colwise" or call.path in self.scattered:
             self.region.update(call.outputs)
             self.whole_in_region.difference_update(call.outputs)
             self.flat.update(n for n in call.outputs if len(self.trace.shapes[n]) <= self.dim + 1)
@@ -175,7 +181,8 @@ class _Walk:
             self.region.difference_update(call.outputs)
             self.stream.difference_update(call.outputs)
         table = style == "vocab" and call.path not in self.boundaries
-        if style == "rowwise" or (table and call.path not in self.gathered):
+        reduced = style == "rowwise" and call.path not in self.scattered
+        if reduced or (table and call.path not in self.gathered):
             self.stream.update(call.outputs)
         if style == "sequence_parallel":
             self.stream.update(n for n in call.outputs if n not in self.region)

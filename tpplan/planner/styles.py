@@ -13,7 +13,7 @@ from tpplan.layout import Rows
 
 SUPPORTED_OPTIONS: Mapping[str, frozenset[str]] = {
     "colwise": frozenset({"packed", "transposed"}),
-    "rowwise": frozenset({"transposed", "reduce"}),
+    "rowwise": frozenset({"transposed", "reduce", "output"}),
     "vocab": frozenset({"output"}),
     "sequence_parallel": frozenset(),
     "replicate": frozenset(),
@@ -65,6 +65,15 @@ def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
+def _colwise(module: nn.Module, tp: int) -> str | None:
+    if isinstance(module, nn.ModuleList):
+        # one module for each head, of which a rank runs those of its own heads
+        if len(module) % tp:
+            return f"tp {tp} does not divide its {len(module)} modules"
+        return None
+    return _weighted(module, tp)
+
+
 def _weighted(module: nn.Module, tp: int) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
@@ -100,7 +109,7 @@ def _whole(module: nn.Module, tp: int) -> str | None:
 
 
 STYLES: Mapping[str, Style] = {
-    "colwise": Style(_weighted),
+    "colwise": Style(_colwise),
     "rowwise": Style(_rowwise),
     "vocab": Style(_vocab),
     "sequence_parallel": Style(_whole),
