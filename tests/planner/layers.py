@@ -114,3 +114,88 @@ class Stack(nn.Module):
             x = layer(x)
             x = x[0] if isinstance(x, tuple) else x
         return x
+
+
+class Latent(nn.Module):
+    """Keys and values come of a small latent, of which a part is of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(WIDTH), _Latent()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attn(self.norm(x))
+
+
+class _Latent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.a = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 12)
+        self.b, self.o = nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, states: torch.Tensor) -> Any:
+        latent, shared = self.a(states).split([8, 4], -1)
+        q = self.q(states).unflatten(-1, (-1, 4)).transpose(1, 2)
+        k = self.b(latent).unflatten(-1, (-1, 4)).transpose(1, 2)
+        shared = shared.unsqueeze(1).expand(-1, k.size(1), -1, -1)
+        y = F.scaled_dot_product_attention(q, k + shared, k)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class ForEachHead(nn.Module):
+    """A norm for each head, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(INNER // 8))
+        for norm in self.norms:
+            nn.init.normal_(norm.weight)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.fc(x).split(8, -1)
+        assert len(heads) == len(self.norms)
+        return x + self.out(
+            torch.cat([norm(h) for norm, h in zip(self.norms, heads, strict=True)], -1)
+        )
+
+
+class AcrossHeads(nn.Module):
+    """A number for each head that comes of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.mix = nn.Linear(INNER, INNER // 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.fc(x)
+        scale = self.mix(heads).sigmoid().unsqueeze(-1)
+        return x + self.out((heads.unflatten(-1, (-1, 8)) * scale).flatten(-2))
+
+
+class Beside(nn.Module):
+    """Is given something of the stream beside the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        return x * beside + self.out(self.fc(x).relu())
+
+
+class BesideStack(nn.Module):
+    """Hands its layers a parameter of its own, and what it makes of the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WIDTH, WIDTH)
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.layers = nn.ModuleList(Beside() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = start = self.table(x.sum(-1).long() % WIDTH)
+        for layer in self.layers:
+            x = layer(x + self.shift.expand_as(x), start)
+        return x

@@ -67,6 +67,12 @@ def test_a_whole_gate_on_sharded_activations(sequence_parallel: bool) -> None:
     assert "whose gradient would be a part" in text
 
 
+def test_a_list_whose_modules_do_not_go_round() -> None:
+    plan = {"tpplan": 1, "rules": {**layers.RULES, "layers.*.norms": "colwise"}}
+    with pytest.raises(tpplan.PlanError, match="does not divide its 4 modules"):
+        tpplan.check(layers.Stack(layers.ForEachHead), plan, 8, inputs=INPUT)
+
+
 def test_more_than_the_stream_leaves_a_layer() -> None:
     assert "gives out more of the" in refused(layers.Auxiliary, True)
 
@@ -103,6 +109,32 @@ ALLOWED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool]] = {
         },
         True,
     ),
+    "a latent that is whole": (
+        layers.Latent,
+        {
+            "layers.*.norm": "sequence_parallel",
+            "layers.*.attn": {"style": "attention", "gather": ["states"]},
+            "layers.*.attn.a": "replicate",
+            "layers.*.attn.{q,b}": "colwise",
+            "layers.*.attn.o": "rowwise",
+        },
+        True,
+    ),
+    "a norm for each head": (
+        layers.ForEachHead,
+        {**layers.RULES, "layers.*.norms": "colwise"},
+        True,
+    ),
+    "a number for each head, of all heads": (
+        layers.AcrossHeads,
+        {**layers.RULES, "layers.*.mix": {"style": "rowwise", "output": "shard"}},
+        True,
+    ),
+    "the stream and something of it": (
+        layers.BesideStack,
+        {**layers.RULES, "table": "vocab", "shift": "replicate"},
+        True,
+    ),
     "an auxiliary output, TP": (layers.Auxiliary, layers.RULES, False),
     "tokens without their batch": (
         lambda: layers.Flattened(0, lambda y: y),
@@ -137,7 +169,8 @@ def test_no_layout_makes_a_habit_right(habit: str) -> None:
 def parity(mesh: DeviceMesh, name: str, sequence_parallel: bool) -> Errors:
     make, rules, _ = ALLOWED[name]
     torch.manual_seed(5)
-    reference = layers.Stack(make)
+    made = make()
+    reference = made if hasattr(made, "layers") else layers.Stack(make)
     model = copy.deepcopy(reference)
     tpplan.parallelize(model, {"tpplan": 1, "rules": rules}, mesh, sequence_parallel, inputs=INPUT)
     given = torch.randn(2, 8, layers.WIDTH)

@@ -23,7 +23,11 @@ from tpplan.layout import Rows
 
 
 def localize(
-    parameters: Sequence[DTensor], summed: Sequence[bool], group: Group, site: Site
+    parameters: Sequence[DTensor],
+    summed: Sequence[bool],
+    group: Group,
+    site: Site,
+    apart: Sequence[bool] = (),
 ) -> tuple[torch.Tensor, ...]:
     """The local tensors of ``parameters``, which need gradients; differentiable.
 
@@ -31,8 +35,10 @@ def localize(
         parameters: leaves on one mesh.
         summed: for each, whether its gradient is to be summed over the ranks of ``group``.
         site: what the summing collective is reported under.
+        apart: for each, whether only some ranks use it; the others take part with zeros.
     """
-    return _Localize.apply(tuple(summed), group, site, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    both = tuple(summed), tuple(apart) or (False,) * len(parameters)
+    return _Localize.apply(both, group, site, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def coalesced_sum(tensors: Sequence[torch.Tensor], group: Group, site: Site) -> list[torch.Tensor]:
@@ -57,18 +63,29 @@ def coalesced_sum(tensors: Sequence[torch.Tensor], group: Group, site: Site) -> 
 class _Localize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, summed: tuple[bool, ...], group: Group, site: Site, *parameters: DTensor
+        ctx: Any,
+        both: tuple[tuple[bool, ...], tuple[bool, ...]],
+        group: Group,
+        site: Site,
+        *parameters: DTensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.summed, ctx.group, ctx.site = summed, group, site
+        ctx.summed, ctx.apart = both
+        ctx.group, ctx.site = group, site
         ctx.specs = [compat.spec_of(p) for p in parameters]
         if torch.compiler.is_compiling():  # which cannot make their gradients from the specs
             ctx.save_for_backward(*(p for p in parameters if isinstance(p, RowsTensor)))
         locals_ = [compat.local_of(p) for p in parameters]
+        # every rank must sum the same parameters in the same order
+        ctx.zeros = [
+            t.new_zeros(()).expand(t.shape) if a else None
+            for t, a in zip(locals_, ctx.apart, strict=True)
+        ]
         return tuple(t.view_as(t) for t in locals_)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        grads = tuple(z if g is None else g for g, z in zip(grads, ctx.zeros, strict=True))
         if compat.differentiates_backward():
             return (None, None, None, *_differentiably(ctx, grads))
         local = list(grads)

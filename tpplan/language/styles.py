@@ -55,6 +55,11 @@ STYLES: Mapping[str, Style] = {
                 "reduce with the other row-parallel layers whose outputs the model adds, or alone",
                 ("together", "separate"),
             ),
+            "output": Option(
+                Kind.CHOICE,
+                "give every rank the whole result, or a share of its columns",
+                ("whole", "shard"),
+            ),
         },
     ),
     "sequence_parallel": Style("run on a part of the sequence; replicated without it"),

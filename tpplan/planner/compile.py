@@ -79,6 +79,12 @@ class _Compiler:
         self.matches, wrong = match(plan, model)
         self.complaints = Complaints(plan, self.matches, wrong)
         self.styles = {path: rule.style for path, rule in self.matches.modules.items()}
+        # lists with a module for each head
+        self.lists = {
+            path
+            for path, module in model.named_modules()
+            if self.styles.get(path) == "colwise" and isinstance(module, nn.ModuleList)
+        }
         self.names = _names(model)
         self.multihead = {
             path
@@ -134,7 +140,14 @@ class _Compiler:
         attention = rule is not None and rule.style == "attention"
         if own is None and attention and not {around, owner} & self.multihead:
             return None
+        if own is None and rule is None:
+            heads = self.list_of(parameter)
+            return None if heads is None else self.matches.modules[heads]
         return own or rule
+
+    def list_of(self, parameter: str) -> str | None:
+        """The list with a module for each head that a parameter is in."""
+        return next((path for path in self.lists if parameter.startswith(f"{path}.")), None)
 
     def placement(self, parameter: str) -> Placement:
         """Where a parameter goes, by any of its names."""
@@ -181,7 +194,9 @@ class _Compiler:
         self.boundaries = infer.find_boundaries(
             self.trace, self.columns, self.multihead, heads, gathers
         )
-        self.elements = infer.find_elements(self.trace, self.styles, self.plan.layers)
+        self.elements = infer.find_elements(
+            self.trace, self.styles, self.plan.layers, self.boundaries
+        )
         self.together = reduced_together(
             (self.trace, drawing), self.matches.modules, self.elements, self.complaints
         )
@@ -232,7 +247,7 @@ class _Compiler:
             if len(names) > 1
             for name in names
         }
-        infer.require_called(self.trace, self.styles, tied)
+        infer.require_called(self.trace, self.styles, {*tied, *self.lists})
         self.orient()
         return drawing
 
@@ -301,6 +316,10 @@ class _Compiler:
                         fit = divisors(width)
                         message = f"rowwise: tp {self.tp} does not divide its {width} inputs"
                         misfits.setdefault(fit, {})[path] = message
+                    outputs = int(weight.numel()) // width
+                    if self.scatters(path) and outputs % self.tp:
+                        message = f"output: tp {self.tp} does not divide its {outputs} outputs"
+                        misfits.setdefault(divisors(outputs), {})[path] = message
             except MisfitError as error:
                 fit = self.geometry.fitting(path)
                 misfits.setdefault(fit, {})[path] = f"colwise: {error}"
@@ -386,9 +405,9 @@ class _Compiler:
     def failure(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Failure | None:
         plans = self.module_plans()
         bare = {name for name, r in self.matches.parameters.items() if r.style != "replicate"}
-        return prove(
-            self.model, plans, self.layouts, self.columns | self.multihead, bare, self.tp, call
-        )
+        columns = self.columns | self.multihead
+        cut = (self.layouts, columns, bare, self.lists)
+        return prove(self.model, plans, *cut, self.tp, call)
 
     def with_group_sizes(
         self, call: tuple[tuple[Any, ...], dict[str, Any]], failure: Failure
@@ -439,6 +458,7 @@ class _Compiler:
             placement=placement,
             local_shape=tuple(shape),
             summed=self.tp > 1 and any(self.summed(name) for name in names),
+            apart=any(self.list_of(name) is not None for name in names),
             aliases=names[1:],
             rule=self.rule_of(names[0]),
         )
@@ -451,24 +471,40 @@ class _Compiler:
         if not isinstance(placement, Replicate):
             return False
         style = self.style_of(self.owner(name))
+        if self.scatters(self.owner(name)):
+            return True
         if style in ("rowwise", "sequence_parallel") and not self._in_region(name, style):
             return self.sequence_parallel
+        path, leaf = self.owner(name), name.rpartition(".")[2]
+        if path in self.containers() and self.streaming(path, (leaf,)):
+            return False  # by DTensor itself
         on_stream = self.sequence_parallel and name in self.flow.on_stream
         return name in self.flow.in_region or on_stream
+
+    def scatters(self, path: str) -> bool:
+        """Whether each rank gets its columns of a row-parallel layer's result."""
+        rule = self.matches.modules.get(path)
+        return (
+            rule is not None and rule.style == "rowwise" and rule.options.get("output") == "shard"
+        )
 
     def _in_region(self, name: str, style: str) -> bool:
         # a row-parallel bias is added after the reduction, wherever the trace saw it added
         return style != "rowwise" and name in self.flow.in_region
 
-    def module_plans(self) -> dict[str, ModulePlan]:
+    def containers(self) -> set[str]:
+        """The modules that the stream passes through in its global form."""
         called = {call.path for call in self.trace.calls}
         special = set(self.styles) | set(self.elements)
-        containers = {""} | {
+        return {""} | {
             parent
             for path in special
             for parent in _parents(path)
             if parent in called and not self._in_element(parent)
         }
+
+    def module_plans(self) -> dict[str, ModulePlan]:
+        containers = self.containers()
         plans = {}
         for path, module in self.model.named_modules():
             rule = self.matches.modules.get(path)
@@ -478,6 +514,7 @@ class _Compiler:
                 style=None if rule is None else rule.style,
                 rule=rule,
                 parameters=own,
+                streaming=self.streaming(path, own) if path in containers else (),
                 boundaries=self.boundaries.get(path, ()),
                 element=self.elements.get(path),
                 transposed=path in self.transposed,
@@ -496,6 +533,11 @@ class _Compiler:
             if plan != ModulePlan(path=path, style=None):
                 plans[path] = plan
         return plans
+
+    def streaming(self, path: str, own: tuple[str, ...]) -> tuple[str, ...]:
+        names = {f"{path}.{name}" if path else name: name for name in own}
+        met = self.flow.on_stream - self.flow.elsewhere if self.sequence_parallel else set()
+        return tuple(name for full, name in names.items() if full in met)
 
     def width_norm(self, path: str) -> WidthNorm | None:
         finding = self.probed.get(path)

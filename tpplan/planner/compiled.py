@@ -32,6 +32,7 @@ class ParameterPlan:
     Attributes:
         shape: global; local_shape: of the first rank, which has the most rows.
         summed: whether its gradient is summed over the ranks, because each rank's is only a part.
+        apart: whether only one rank uses it (a module for each head), and has a gradient for it.
         aliases: its other names where it is tied.
         rule: the rule that decided, or None where it is small and was left replicated.
     """
@@ -42,6 +43,7 @@ class ParameterPlan:
     placement: Placement
     local_shape: tuple[int, ...]
     summed: bool = False
+    apart: bool = False
     aliases: tuple[str, ...] = ()
     rule: Rule | None = None
 
@@ -79,10 +81,12 @@ class Element:
     Attributes:
         argument: the argument that carries the stream.
         output: its place in a tuple of outputs, None where the output is the stream itself.
+        others: arguments of as many rows that may be of a sharded stream as well.
     """
 
     argument: Argument
     output: int | None
+    others: tuple[Argument, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class ModulePlan:
         style: its rule's style, or None where it has no rule but parameters of its own, or runs
             rewritten modules.
         parameters: names of its own parameters that become DTensors.
+        streaming: those of them that its own code combines with the stream in its global form.
         projection: whether it is column-parallel and multiplies its input by its weight.
         multihead: whether it is torch's own attention, computed anew from the rank's heads.
         transposed: whether its weight is stored (in, out).
@@ -134,6 +139,7 @@ class ModulePlan:
     style: str | None
     rule: Rule | None = None
     parameters: tuple[str, ...] = ()
+    streaming: tuple[str, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     element: Element | None = None
     projection: bool = False

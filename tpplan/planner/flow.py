@@ -1,9 +1,10 @@
 """How tensors are laid out as they flow through the traced model, and what follows from it.
 
 A tensor is *in a region* from where the stream enters a sharded region until a row-parallel layer
-reduces it: there each rank works on its own columns. It is *of the stream* outside, where under
-sequence parallelism each rank has its own rows. A replicated parameter that meets either sees only
-a part of the work, so its gradient must be summed over the ranks.
+reduces it: there each rank works on its own columns, or on the whole of something whose gradient
+is a part on each rank (what a replicated layer makes of what has entered). It is *of the stream*
+outside, where under sequence parallelism each rank has its own rows. A replicated parameter that
+meets either sees only a part of the work, so its gradient must be summed over the ranks.
 """
 
 from __future__ import annotations
@@ -78,10 +79,17 @@ class _Walk:
             for path, rule in rules.items()
             if rule.style == "vocab" and rule.options.get("output") == "gather"
         }
+        # row-parallel layers of whose result each rank gets its columns
+        self.scattered = {
+            path
+            for path, rule in rules.items()
+            if rule.style == "rowwise" and rule.options.get("output") == "shard"
+        }
         self.boundaries, self.elements = boundaries, elements
         self.local, self.dim, self.dropouts = local, dim, dropouts
         self.flow = Flow()
         self.region: set[int] = set()
+        self.whole_in_region: set[int] = set()
         self.stream: set[int] = set()
         self.weights: dict[int, frozenset[str]] = {
             number: frozenset([name]) for number, name in trace.parameters.items()
@@ -138,10 +146,11 @@ class _Walk:
     def enter(self, call: Call) -> None:
         style = self.styles.get(call.path)
         given = next((n for n in call.arguments if n in self.trace.floating), None)
-        if style == "rowwise" and given is not None and given not in self.region:
+        sharded = given in self.region and given not in self.whole_in_region
+        if style == "rowwise" and given is not None and not sharded:
             self.flow.unsharded.append(call.path)
         head = style == "vocab" and call.path in self.boundaries
-        if (head or call.path in self.columns) and given is not None and given in self.region:
+        if (head or call.path in self.columns) and sharded:
             self.flow.twice[call.path] = tuple(sources(self.trace, call, self.styles))
         around = self._element_of(call)
         if around is not None and style == "rowwise" and given is not None:
@@ -174,14 +183,16 @@ class _Walk:
 
     def leave(self, call: Call) -> None:
         style = self.styles.get(call.path)
-        if style == "colwise":
+        if style == "colwise" or call.path in self.scattered:
             self.region.update(call.outputs)
+            self.whole_in_region.difference_update(call.outputs)
             self.flat.update(n for n in call.outputs if len(self.trace.shapes[n]) <= self.dim + 1)
         elif style in ("rowwise", "vocab") or call.path in self.multihead:
             self.region.difference_update(call.outputs)
             self.stream.difference_update(call.outputs)
         table = style == "vocab" and call.path not in self.boundaries
-        if style == "rowwise" or (table and call.path not in self.gathered):
+        reduced = style == "rowwise" and call.path not in self.scattered
+        if reduced or (table and call.path not in self.gathered):
             self.stream.update(call.outputs)
         if call.path in self.multihead:
             self.stream.update(call.outputs[:1])
@@ -226,7 +237,11 @@ class _Walk:
             if region or n not in self.stream
         ]
         if region:
+            partial = self.region - self.whole_in_region - entries
             self.region.update(op.outputs)
+            self.whole_in_region.update(op.outputs)
+            if not partial.isdisjoint(data):
+                self.whole_in_region.difference_update(op.outputs)
             self.note_rows(op, around)
             if whole:
                 self.flow.torn.setdefault(around[0].path, self.maker.get(whole[0], ""))

@@ -33,6 +33,7 @@ def find_boundaries(
 
     It belongs at the outermost module that was given the very same tensor and uses it for
     column-parallel layers only: such a module may read the tensor's shape before projecting it.
+    Where the plan says that an argument enters, what replicated layers make of it has entered.
 
     Args:
         columns: the paths of column-parallel projections.
@@ -54,6 +55,12 @@ def find_boundaries(
                     return False
         return True
 
+    entered = {
+        (call.index, number): whole_in(trace, number, call, columns)
+        for call in trace.calls
+        for number, arguments in call.arguments.items()
+        if any(a.name in gathers.get(call.path, ()) for a in arguments)
+    }
     entries: dict[tuple[str, int], tuple[tuple[Argument, ...], list[str]]] = {}
     for call in trace.calls:
         if call.path in multihead:
@@ -68,14 +75,16 @@ def find_boundaries(
         if given is None:
             continue
         path, arguments = call.path, call.arguments[given]
-        if call.path not in heads:
+        around = {outer.index: outer for outer in trace.ancestors(call.parent)}
+        made = ((i, n) for (i, n), whole in entered.items() if i in around and given in whole)
+        source = next(made, None)
+        if source is not None:
+            given = source[1]
+            path, arguments = around[source[0]].path, around[source[0]].arguments[given]
+        elif call.path not in heads:
             for outer in trace.ancestors(call.parent):
                 named = outer.arguments.get(given)
                 if named is None:
-                    break
-                asked = gathers.get(outer.path)
-                if asked is not None and not asked.isdisjoint(a.name for a in named):
-                    path, arguments = outer.path, named
                     break
                 if not only_columns(given, outer):
                     break
@@ -97,10 +106,25 @@ def find_boundaries(
     return result
 
 
+def whole_in(trace: Trace, number: int, outer: Call, columns: set[str]) -> set[int]:
+    """What a module makes of a tensor without any column-parallel layer: whole on every rank."""
+    whole, cut = {number}, set[int]()
+    for op in trace.ops[outer.first_op : outer.last_op]:
+        if trace.calls[op.call].path in columns or not cut.isdisjoint(op.inputs):
+            cut.update(op.outputs)
+        elif not whole.isdisjoint(op.inputs):
+            whole.update(op.outputs)
+    return whole - cut
+
+
 def find_elements(
-    trace: Trace, styles: Mapping[str, str], layers: Pattern | None
+    trace: Trace,
+    styles: Mapping[str, str],
+    layers: Pattern | None,
+    boundaries: Mapping[str, tuple[Boundary, ...]],
 ) -> dict[str, Element]:
     """The elements of the layer stack: where row-parallel layers sit, or what ``layers`` names."""
+    entering = {boundary.number for found in boundaries.values() for boundary in found}
     called = {call.path: call for call in reversed(trace.calls)}
     if layers is not None:
         paths = [path for path in called if layers.matches(path)]
@@ -115,7 +139,7 @@ def find_elements(
         stream = _stream_of(trace, call)
         if stream is not None:
             output = 0 if call.output_is_tuple else None
-            elements[path] = Element(stream, output)
+            elements[path] = Element(stream, output, _others(trace, call, stream, entering))
     return elements
 
 
@@ -126,6 +150,21 @@ def _stacked(path: str) -> str:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return ""
+
+
+def _others(trace: Trace, call: Call, stream: Argument, entering: set[int]) -> tuple[Argument, ...]:
+    """Arguments of as many rows as the stream, such as an embedding of the tokens for every layer.
+
+    What enters a sharded region is left out: that is gathered where it enters.
+    """
+    number = next(n for n, names in call.arguments.items() if stream in names)
+    rows = trace.shapes[number][:-1]
+    return tuple(
+        names[0]
+        for other, names in call.arguments.items()
+        if other not in entering and other in trace.floating and other != number
+        if trace.shapes[other][: len(rows)] == rows
+    )
 
 
 def _stream_of(trace: Trace, call: Call) -> Argument | None:

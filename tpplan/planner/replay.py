@@ -58,6 +58,7 @@ def prove(
     layouts: Mapping[str, Rows],
     columns: set[str],
     bare: set[str],
+    lists: set[str],
     tp: int,
     call: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> Failure | None:
@@ -67,8 +68,9 @@ def prove(
         layouts: the rows of those column-parallel layers that are not simply cut evenly.
         columns: the column-parallel projections (others with that style run their own forward).
         bare: parameters that are cut along their first dimension by a rule of their own.
+        lists: those with a module for each head.
     """
-    replay = _Replay(model, plans, layouts, columns, bare, tp)
+    replay = _Replay(model, plans, layouts, columns, bare, lists, tp)
     try:
         with torch.no_grad():
             replay.run(call, None)
@@ -96,10 +98,11 @@ class _Replay:
         layouts: Mapping[str, Rows],
         columns: set[str],
         bare: set[str],
+        lists: set[str],
         tp: int,
     ) -> None:
         self.plans, self.layouts, self.columns, self.tp = plans, layouts, columns, tp
-        self.bare = bare
+        self.bare, self.lists = bare, lists
         self.rank: int | None = None
         self.events: list[_Event] = []
         self.at = 0
@@ -172,6 +175,8 @@ class _Replay:
             owner, _, leaf = name.rpartition(".")
             module = self.model.get_submodule(owner)
             before.append(_narrowed(module._parameters, leaf, rank, self.tp))
+        for path in self.lists:
+            before.append(_shortened(self.model.get_submodule(path), rank, self.tp))
         for path, plan in self.plans.items():
             for name, (_, local) in plan.attributes.items():
                 before.append(assign(self.model.get_submodule(path), name, local))
@@ -217,7 +222,10 @@ class _Replay:
                 each = event.given.size(-1) // self.tp
                 due = event.given.narrow(-1, self.rank * each, each)
                 _compare(path, due, given, "its input is not this rank's columns")
-                return event.made.clone()
+                if plan.options.get("output") != "shard":
+                    return event.made.clone()
+                each = event.made.size(-1) // self.tp
+                return event.made.narrow(-1, self.rank * each, each).clone()
             _compare(path, event.given, given, "its input is not the whole model's")
             if path not in self.columns:
                 return event.made.clone()
@@ -285,6 +293,15 @@ def _narrowed(
     each = whole.size(0) // tp
     table[leaf] = nn.Parameter(whole.narrow(0, rank * each, each), requires_grad=False)
     return lambda: table.__setitem__(leaf, whole)
+
+
+def _shortened(module: nn.Module, rank: int, tp: int) -> Callable[[], None]:
+    whole = module._modules
+    members = list(whole.values())
+    each = len(members) // tp
+    own = members[rank * each : (rank + 1) * each]
+    module._modules = {str(i): member for i, member in enumerate(own)}
+    return lambda: setattr(module, "_modules", whole)
 
 
 def own_heads(

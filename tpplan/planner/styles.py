@@ -14,7 +14,7 @@ from tpplan.layout import Rows
 _PACKED = ("in_proj_weight", "in_proj_bias")
 SUPPORTED_OPTIONS: Mapping[str, frozenset[str]] = {
     "colwise": frozenset({"packed", "transposed"}),
-    "rowwise": frozenset({"transposed", "reduce"}),
+    "rowwise": frozenset({"transposed", "reduce", "output"}),
     "vocab": frozenset({"output"}),
     "sequence_parallel": frozenset(),
     "replicate": frozenset(),
@@ -83,6 +83,15 @@ def _attention(module: nn.Module, tp: int) -> str | None:
     return None
 
 
+def _colwise(module: nn.Module, tp: int) -> str | None:
+    if isinstance(module, nn.ModuleList):
+        # one module for each head, of which a rank runs those of its own heads
+        if len(module) % tp:
+            return f"tp {tp} does not divide its {len(module)} modules"
+        return None
+    return _weighted(module, tp)
+
+
 def _weighted(module: nn.Module, tp: int) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
@@ -118,7 +127,7 @@ def _whole(module: nn.Module, tp: int) -> str | None:
 
 
 STYLES: Mapping[str, Style] = {
-    "colwise": Style(_weighted),
+    "colwise": Style(_colwise),
     "rowwise": Style(_rowwise),
     "vocab": Style(_vocab),
     "sequence_parallel": Style(_whole),

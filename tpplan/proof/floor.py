@@ -18,7 +18,8 @@ from tpplan.proof.ranks import Reference
 def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mapping[str, int]]:
     """Phase -> kind -> the least number, for one forward and backward without a loss."""
     modules = compiled.modules.values()
-    rows = [m for m in modules if m.style == "rowwise"]
+    rows = [m for m in modules if m.style == "rowwise" and m.options.get("output") != "shard"]
+    scattered = sum(m.style == "rowwise" for m in modules) - len(rows)
     blocks = len({m.together or (m.path,) for m in rows})
     # a tied table that only holds the weight of others looks nothing up
     vocabs = [m for m in modules if m.style == "vocab" and m.path in reference.called]
@@ -29,10 +30,16 @@ def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mappi
     logits = {"all_gather": heads}
     if compiled.sequence_parallel:
         return {
-            "forward": {"reduce_scatter": blocks + tables, "all_gather": blocks + 2 * heads},
-            "backward": {"reduce_scatter": blocks + heads, "all_gather": blocks + tables},
+            "forward": {
+                "reduce_scatter": blocks + tables + scattered,
+                "all_gather": blocks + 2 * heads,
+            },
+            "backward": {
+                "reduce_scatter": blocks + heads,
+                "all_gather": blocks + tables + scattered,
+            },
         }
     return {
-        "forward": {"all_reduce": blocks + tables, **logits},
-        "backward": {"all_reduce": blocks + heads},
+        "forward": {"all_reduce": blocks + tables, **logits, "reduce_scatter": scattered},
+        "backward": {"all_reduce": blocks + heads, "all_gather": scattered},
     }

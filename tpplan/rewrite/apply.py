@@ -36,7 +36,9 @@ def apply(
         if compiled.tp > 1 and mesh is not None:
             stream = Stream(mesh, compiled.sequence_parallel, compiled.plan.sequence_dim)
             stream.whole_results = all(
-                plan.options.get("output") != "shard" for plan in compiled.modules.values()
+                plan.options.get("output") != "shard"
+                for plan in compiled.modules.values()
+                if plan.style == "vocab"
             )
             installed: dict[str, nn.Parameter] = {}
             entries: dict[tuple[int | str, ...], Entry] = {}

@@ -30,6 +30,21 @@ class Rowwise(Lowered):
         return reduced(self, partial, bias)
 
 
+class RowwiseScattered(Lowered):
+    """Each rank gets its columns of Y = sum_i X_i A_i + b (a layer that mixes all heads, and
+    whose result is one number for each head)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        state = self._tpplan
+        weight, *bias = self._locals()
+        partial = F.linear(input, weight.t() if state.plan.transposed else weight)
+        out = scatter_out(partial, partial.dim() - 1, state.transition)
+        first = out.size(-1) * state.stream.group.rank
+        for whole in bias:
+            out = out + whole.narrow(0, first, out.size(-1)).to(out.dtype)
+        return out
+
+
 class RowwiseTogether(Rowwise):
     """One of several row-parallel layers whose outputs the model only adds up.
 

@@ -29,14 +29,21 @@ class Own:
     Attributes:
         names: of the parameters, in the order computation wants them.
         summed: for each, whether its gradient is summed over the ranks.
+        apart: for each, whether only some of the ranks use it.
         site: what a summing collective is reported under when the module is on its own.
     """
 
     def __init__(
-        self, module: nn.Module, names: Sequence[str], summed: Sequence[bool], site: Site
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        summed: Sequence[bool],
+        site: Site,
+        apart: Sequence[bool] = (),
     ) -> None:
         self.names = tuple(names)
         self.summed = tuple(summed)
+        self.apart = tuple(apart) or (False,) * len(self.names)
         self.site = site
         self.adopt(module)
 
@@ -55,6 +62,7 @@ class Own:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.names, twin.summed, twin.site = self.names, self.summed, self.site
+        twin.apart = self.apart
         twin.installed = copy.deepcopy(self.installed, memo)
         twin.drop()
         return twin
@@ -129,6 +137,7 @@ def _localized(
             [own.summed[index] for own, index, _ in trained],
             stream.group,
             site,
+            [own.apart[index] for own, index, _ in trained],
         )
     if keep:
         compat.run_when_ready(locals_[0].grad_fn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -185,6 +185,10 @@ class Element(Lowered):
             local = split(x, stream.dim, state.transition)
         stays = isinstance(x, DTensor) or stream.inside
         args, kwargs = _replaced(plan.argument, local, args, kwargs)
+        for other in plan.others:
+            y = _taken(other, args, kwargs)
+            if stream.is_sharded(y) and y.size(stream.dim) == length:
+                args, kwargs = _replaced(other, stream.to_local(y), args, kwargs)
         stream.length = length
         try:
             out = super().forward(*args, **kwargs)
@@ -231,6 +235,25 @@ class HeadInputs(Lowered):
         group = self._tpplan.stream.group
         args, kwargs = own_heads(self._tpplan.plan, group.rank, group.size, args, kwargs)
         return super().forward(*args, **kwargs)
+
+
+class OwnMembers(Lowered, nn.ModuleList):
+    """A list with a module for each head: this rank's code meets those of its own heads."""
+
+    def _own(self) -> list[nn.Module]:
+        _prepare(self, summed_only=True)
+        group = self._tpplan.stream.group
+        each = len(self._modules) // group.size
+        return list(self._modules.values())[each * group.rank :][:each]  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self._modules) // self._tpplan.stream.group.size
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._own())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._own()[index]
 
 
 class Apart(Lowered):

@@ -16,7 +16,7 @@ from tpplan.planner.replay import assign
 from tpplan.rewrite.attention import MultiheadAttention
 from tpplan.rewrite.draws import Draws
 from tpplan.rewrite.entry import Entry
-from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseTogether
+from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseScattered, RowwiseTogether
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
 from tpplan.rewrite.norm import WidthNorm
 from tpplan.rewrite.parameters import Own
@@ -26,6 +26,7 @@ from tpplan.rewrite.streams import (
     Container,
     Element,
     HeadInputs,
+    OwnMembers,
     SequenceEmbedding,
     SequenceParallel,
     summing_site,
@@ -60,11 +61,12 @@ class PlannedStyle(ParallelStyle):
         self.installed, self.entries, self.source = installed, entries, source
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        summed = []
+        summed, apart = [], []
         for leaf in self.plan.parameters:
             name = f"{self.plan.path}.{leaf}" if self.plan.path else leaf
             entry = self.compiled.parameter(name)
             summed.append(entry.summed)
+            apart.append(entry.apart)
             if entry.name not in self.installed:
                 parameter = module._parameters[leaf]
                 assert parameter is not None
@@ -77,7 +79,8 @@ class PlannedStyle(ParallelStyle):
             assign(module, name, local)
         roles, inner = roles_of(self.plan, module)
         if roles or inner is not None:
-            own = Own(module, self.plan.parameters, summed, summing_site(self.plan.path))
+            site = summing_site(self.plan.path)
+            own = Own(module, self.plan.parameters, summed, site, apart)
             state = State(self.plan, self.stream, own, self._transition(), self._entries())
             lower(module, roles, state, inner)
         return module
@@ -148,11 +151,15 @@ def roles_of(
     elif plan.multihead:
         roles.append(MultiheadAttention)
     elif plan.style == "rowwise":
-        roles.append(RowwiseTogether if plan.together else Rowwise)
+        scattered = plan.options.get("output") == "shard"
+        together = RowwiseTogether if plan.together else Rowwise
+        roles.append(RowwiseScattered if scattered else together)
     elif plan.projection:
         roles.append(Colwise)
     elif plan.norm is not None:
         roles.append(WidthNorm)
+    elif plan.style == "colwise" and isinstance(module, nn.ModuleList):
+        roles.append(OwnMembers)
     else:
         if plan.style == "sequence_parallel":
             if derived:
