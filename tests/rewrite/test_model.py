@@ -290,7 +290,7 @@ def rollback_job(mesh: DeviceMesh, sp: bool) -> Errors:
         p.grad = torch.ones_like(p)
     whole = copy.deepcopy(model)
     before, values = snapshot(model), bits(model)
-    original = styles.distribute_tensor
+    original = styles.distributed
     total = len(list(model.parameters()))
     for n in (0, 1, total // 2, total - 1):
         calls = 0
@@ -303,11 +303,11 @@ def rollback_job(mesh: DeviceMesh, sp: bool) -> Errors:
                     raise _Stop(f"at parameter {n}")
             return original(value, *args, **kwargs)
 
-        styles.distribute_tensor = failing  # type: ignore[assignment]
+        styles.distributed = failing  # type: ignore[assignment]
         try:
             kind, _ = attempt(tpplan.parallelize, model, "llama.yaml", mesh, sequence_parallel=sp)
         finally:
-            styles.distribute_tensor = original
+            styles.distributed = original
         found.add(f"parameter {n}: raised {kind}", same(kind == "_Stop"))
         now = snapshot(model)
         changed = [k for k in before if before[k] != now.get(k)]
