@@ -31,6 +31,9 @@ ABOVE_THE_FLOOR = {
     "whisper.yaml": "as bart.yaml; what is before the first layer stays whole",
 }
 
+# a scalar's gradient sums over all activations and cancels: 3e-5 in float32, 3e-14 in float64
+ROUNDED = {"apertus"}
+
 
 def _class_of(label: str) -> str:
     name, _, cls = label.partition(" (")
@@ -54,6 +57,7 @@ def test_proved(name: str, tp: int, sp: bool) -> None:
     plan = tpplan.load_plan("auto", model)
     result = tpplan.verify(model, plan, tp, sequence_parallel=sp, inputs=zoo.example(model))
     assert result.gradient_error <= 1e-5
+    assert name in ROUNDED or not any(check.rounding for check in result.checks)
     for phase, floor in result.floor.items():
         measured = {kind: n for kind, n in result.counts[phase].items() if n}
         least = {kind: n for kind, n in floor.items() if n}

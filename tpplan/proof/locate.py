@@ -15,7 +15,15 @@ from tpplan.comm import chunk
 from tpplan.compat import simulate
 from tpplan.layout import Rows
 from tpplan.planner import CompiledPlan
-from tpplan.proof.ranks import Reference, backward, gradient_errors, relative, results, whole
+from tpplan.proof.ranks import (
+    Reference,
+    backward,
+    gradient_errors,
+    gradients_of,
+    relative,
+    results,
+    whole,
+)
 from tpplan.rewrite import apply
 
 _SUSPECT = 1e-4
@@ -106,7 +114,7 @@ def _on_rank(
             return index, Divergence(around, f"the input of '{leaf}' inside", error)
         if error > _SUSPECT:
             return index, Divergence(theirs.path, "the output", error)
-    errors = gradient_errors(reference, model)
+    errors = gradient_errors(reference.gradients, gradients_of(model))
     last = {seen.path: index for index, seen in enumerate(expected)}
     wrong = {name: e for name, e in errors.items() if e > reference_tolerance(errors)}
     if not wrong:

@@ -109,7 +109,7 @@ def run_rank(mesh: DeviceMesh, reference: Reference, compiled: CompiledPlan) -> 
     held = {id(p): local_of(p) if isinstance(p, DTensor) else p for p in model.parameters()}
     return Outcome(
         output_error=output_error,
-        gradient_errors=gradient_errors(reference, model),
+        gradient_errors=gradient_errors(reference.gradients, gradients_of(model)),
         counts={phase: counts(recorder.collectives, phase) for phase in PHASES},
         bytes_held=sum(t.numel() * t.element_size() for t in held.values()),
     )
@@ -125,21 +125,26 @@ def relative(expected: torch.Tensor, got: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def gradient_errors(reference: Reference, model: nn.Module) -> dict[str, float]:
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The gradient of every parameter, as it is."""
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def gradient_errors(
+    expected: Mapping[str, torch.Tensor | None], got: Mapping[str, torch.Tensor | None]
+) -> dict[str, float]:
     """For every parameter, max|Δ| / max(max|g|, 1e-3 of the largest |g| in the model).
 
     Some true gradients are zero (a key bias without rotary positions), where a plain ratio
     measures rounding.
     """
-    expected = reference.gradients
-    got = dict(model.named_parameters())
     if set(expected) != set(got):
         lost = sorted(set(expected) ^ set(got))
         return dict.fromkeys(lost, float("inf"))
     largest = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)
     errors = {}
     for name, gradient in expected.items():
-        ours = got[name].grad
+        ours = got[name]
         if gradient is None or ours is None:
             errors[name] = 0.0 if gradient is ours else float("inf")
             continue
