@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tpplan import compat
-from tpplan.comm.rows import RowsTensor, distributed
+from tpplan.comm.distribute import distributed
+from tpplan.comm.rows import RowsTensor
 from tpplan.layout import Part, Rows, rows_of
 
 SIZE = 4

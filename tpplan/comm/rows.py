@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -167,38 +166,6 @@ def rows_like(local: torch.Tensor, origin: DTensor) -> RowsTensor:
     if torch.compiler.is_compiling():
         return torch.ops.tpplan.rows_like(local, origin)  # type: ignore[no-any-return]
     return _like(local, origin)  # type: ignore[arg-type]
-
-
-def distributed(
-    value: torch.Tensor, mesh: DeviceMesh, placement: Placement, source: int | None
-) -> DTensor:
-    """``value`` as a DTensor on ``mesh``, with the values of rank ``source`` of the group.
-
-    ``source`` None trusts each rank's own. The result never keeps the storage of ``value`` alive.
-    """
-    if not isinstance(placement, Rows):
-        if placement.is_replicate():
-            value = value.clone()  # a replica is broadcast into a copy
-        result = distribute_tensor(value, mesh, [placement], src_data_rank=source)
-        local = compat.local_of(result)
-        if source is None and not placement.is_replicate() and local._is_view():
-            result = compat.dtensor(local.clone(), compat.spec_of(result))
-        return result
-    compat.kept_by_fsdp(Rows, RowsTensor)
-    rank = mesh.get_local_rank()
-    if source is None or value.is_meta:
-        local = placement.take(value, rank)
-        if not value.is_meta:
-            local = local.to(mesh.device_type)
-    else:
-        shards = None
-        if rank == source:
-            shards = [placement.take(value, r).to(mesh.device_type) for r in range(mesh.size())]
-        shape = list(value.shape)
-        shape[placement.dim] = placement.length(rank)
-        local = value.new_empty(shape, device=mesh.device_type) if shards is None else shards[rank]
-        dist.scatter(local, shards, group=mesh.get_group(), group_src=source)
-    return RowsTensor.wrap(local, mesh, placement, value.shape)
 
 
 # --- which ops work on what

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,10 +12,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compat import FakeTensorMode
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError, Rule
-from tpplan.layout import MisfitError, Part, Rows, rows_of
+from tpplan.layout import Rows
 from tpplan.planner import checks, infer
 from tpplan.planner.compiled import (
-    Argument,
     CompiledPlan,
     Draws,
     KernelChoice,
@@ -26,17 +24,15 @@ from tpplan.planner.compiled import (
 )
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import follow
-from tpplan.planner.geometry import Geometry
-from tpplan.planner.match import fold, match
+from tpplan.planner.match import match
 from tpplan.planner.probe import probe_modules
 from tpplan.planner.replay import Failure, prove
 from tpplan.planner.shadow import call_for, shadow_of, shortened
-from tpplan.planner.styles import divisors, is_multihead, placement_in
+from tpplan.planner.sizes import Sizes
+from tpplan.planner.styles import is_multihead, placement_in
 from tpplan.planner.together import reduced_together
 from tpplan.planner.trace import Trace, record
 from tpplan.planner.unproved import say_unproved
-
-_FUSED = ("activation_relu_or_gelu", "use_nested_tensor")
 
 
 def compile_plan(
@@ -91,8 +87,7 @@ class _Compiler:
             for path, style in self.styles.items()
             if style == "attention" and is_multihead(model.get_submodule(path))
         }
-        self.transposed: set[str] = set()
-        self.layouts: dict[str, Rows] = {}
+        self.sizes = Sizes(model, tp, self.multihead, self.complaints)
         places: dict[int, str] = {}
         self.first_path = {
             path: places.setdefault(id(module), path)
@@ -162,8 +157,8 @@ class _Compiler:
             style,
             leaf,
             self.model.get_submodule(owner),
-            owner in self.transposed,
-            self.layouts.get(owner),
+            owner in self.sizes.transposed,
+            self.sizes.layouts.get(owner),
         )
 
     def style_of(self, path: str) -> str | None:
@@ -192,7 +187,7 @@ class _Compiler:
             for path, rule in self.matches.modules.items()
         }
         self.boundaries = infer.find_boundaries(
-            self.trace, self.columns, self.multihead, heads, gathers
+            self.trace, self.sizes.columns, self.multihead, heads, gathers
         )
         self.elements = infer.find_elements(
             self.trace, self.styles, self.plan.layers, self.boundaries
@@ -200,13 +195,13 @@ class _Compiler:
         self.together = reduced_together(
             (self.trace, drawing), self.matches.modules, self.elements, self.complaints
         )
-        self.lay_out()
+        self.sizes.lay_out(self.trace)
         self.check_ties()
-        self.probed = probe_modules(self.model, self.styles, self.columns, self.trace)
+        self.probed = probe_modules(self.model, self.styles, self.sizes.columns, self.trace)
         self.complaints.stop_if_any()
         findings = (
             self.matches.modules,
-            self.columns,
+            self.sizes.columns,
             self.multihead,
             self.boundaries,
             self.elements,
@@ -248,14 +243,14 @@ class _Compiler:
             for name in names
         }
         infer.require_called(self.trace, self.styles, {*tied, *self.lists})
-        self.orient()
+        self.sizes.orient(self.trace)
         return drawing
 
     def check_sizes(self, inputs: Any) -> None:
         """What tp does not fit either, where something else is wrong already."""
         try:
             self.observe(call_for(self.model, inputs))
-            self.lay_out()
+            self.sizes.lay_out(self.trace)
         except PlanError as error:
             self.complaints.wrong.extend(error.diagnostics)
 
@@ -268,101 +263,6 @@ class _Compiler:
             message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
             hint = "give inputs= with which the model's forward can be called"
             raise PlanError([Diagnostic(message, hint=hint)]) from error
-
-    def orient(self) -> None:
-        """Which sharded layers are projections, and how their weights are stored."""
-        self.columns: set[str] = set()
-        called = {call.path for call in self.trace.calls}
-        refused = {}
-        for path, rule in self.matches.modules.items():
-            if rule.style not in ("colwise", "rowwise") or path not in called:
-                continue
-            if self.model.get_submodule(path)._parameters.get("weight") is None:
-                continue  # said before
-            found = infer.orientation(self.trace, path)
-            stated = rule.options.get("transposed")
-            if found is None:
-                if rule.style == "rowwise" or isinstance(self.model.get_submodule(path), nn.Linear):
-                    refused[path] = f"{rule.style}: it does not just multiply by its weight"
-                continue
-            if stated is not None and stated != (found == "transposed"):
-                is_ = "(in, out)" if found == "transposed" else "(out, in)"
-                refused[path] = f"transposed: its weight is stored {is_}"
-            if found == "transposed":
-                self.transposed.add(path)
-            if rule.style == "colwise":
-                self.columns.add(path)
-        self.complaints.by_rule(refused)
-
-    def lay_out(self) -> None:
-        """Head geometry, the rows of each rank, the per-rank attributes."""
-        seen = infer.head_views(self.trace, self.columns)
-        self.geometry = Geometry(
-            self.model, self.matches.modules, seen, self.transposed, self.complaints.wrong
-        )
-        misfits: dict[str, dict[str, str]] = {}
-        for path, style in self.styles.items():
-            try:
-                if path in self.columns:
-                    rows = self.geometry.rows(path, self.tp)
-                    if rows is not None:
-                        self.layouts[path] = rows
-                elif style == "rowwise":
-                    weight = self.model.get_submodule(path)._parameters.get("weight")
-                    if weight is None or weight.dim() != 2:
-                        continue  # said before
-                    width = int(weight.shape[0 if path in self.transposed else 1])
-                    if width % self.tp:
-                        fit = divisors(width)
-                        message = f"rowwise: tp {self.tp} does not divide its {width} inputs"
-                        misfits.setdefault(fit, {})[path] = message
-                    outputs = int(weight.numel()) // width
-                    if self.scatters(path) and outputs % self.tp:
-                        message = f"output: tp {self.tp} does not divide its {outputs} outputs"
-                        misfits.setdefault(divisors(outputs), {})[path] = message
-            except MisfitError as error:
-                fit = self.geometry.fitting(path)
-                misfits.setdefault(fit, {})[path] = f"colwise: {error}"
-        for fit, found in misfits.items():
-            self.complaints.by_rule(found, f"tp may be {fit}")
-        for path in self.multihead if not self.complaints.wrong else ():
-            self.lay_out_multihead(path)
-        self.attributes = self.geometry.attributes(self.tp)
-        for path, module in self.model.named_modules():
-            # torch's fused layers would read the sharded weights
-            for name in _FUSED:
-                inside = any(p.startswith(f"{path}.") for p in self.multihead)
-                if inside and self.tp > 1 and isinstance(getattr(module, name, None), bool | int):
-                    present = getattr(module, name)
-                    self.attributes.setdefault(path, {})[name] = (present, 0)
-        self.head_inputs = {
-            path: self.own_heads(path, rule)
-            for path, rule in self.matches.modules.items()
-            if rule.options.get("head_inputs")
-        }
-
-    def lay_out_multihead(self, path: str) -> None:
-        module = self.model.get_submodule(path)
-        width, heads = int(module.embed_dim), int(module.num_heads)  # type: ignore[arg-type]
-        if module._parameters.get("in_proj_weight") is not None and self.tp > 1:
-            parts = [Part(name, width, heads) for name in ("q", "k", "v")]
-            self.layouts[path] = rows_of(parts, 1, self.tp)
-
-    def own_heads(self, path: str, rule: Rule) -> tuple[tuple[Argument, int], ...]:
-        asked = rule.options["head_inputs"]
-        assert isinstance(asked, Mapping)
-        calls = [c for c in self.trace.calls if c.path == path]
-        given = {a.name: a for c in calls for names in c.arguments.values() for a in names}
-        where = rule.option_positions.get("head_inputs", rule.position)
-        takes = list(inspect.signature(self.model.get_submodule(path).forward).parameters)
-        for name in asked:
-            if name not in given and name not in takes:
-                known = f"it takes {', '.join(takes)}"
-                self.complaints.say(f"{fold([path])}: has no argument '{name}'", where, known)
-        if not self.geometry.groups[path].heads:
-            hint = "state 'heads:' on this rule"
-            self.complaints.say(f"{fold([path])}: its number of heads is not known", where, hint)
-        return tuple((given[name], int(dim)) for name, dim in asked.items() if name in given)
 
     def check_stack(self) -> None:
         if self.elements:
@@ -397,16 +297,16 @@ class _Compiler:
         """Replay the sharded regions on random numbers."""
         call = shortened(call)
         failure = self.failure(call)
-        if failure is not None and any(rows.shared() for rows in self.layouts.values()):
+        if failure is not None and any(rows.shared() for rows in self.sizes.layouts.values()):
             failure = self.with_group_sizes(call, failure)
         if failure is not None:
-            say_unproved(failure, self.columns, self.trace, self.tp, self.complaints)
+            say_unproved(failure, self.sizes.columns, self.trace, self.tp, self.complaints)
 
     def failure(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Failure | None:
         plans = self.module_plans()
         bare = {name for name, r in self.matches.parameters.items() if r.style != "replicate"}
-        columns = self.columns | self.multihead
-        cut = (self.layouts, columns, bare, self.lists)
+        columns = self.sizes.columns | self.multihead
+        cut = (self.sizes.layouts, columns, bare, self.lists)
         return prove(self.model, plans, *cut, self.tp, call)
 
     def with_group_sizes(
@@ -417,15 +317,15 @@ class _Compiler:
         Where several ranks share a head that number is another one on each rank. An attribute
         that no plan states is taken for it if it has its value and the regions are proved with it.
         """
-        stated = self.attributes
-        for name, values in self.geometry.group_sizes(self.tp).items():
-            self.attributes = {
+        stated = self.sizes.attributes
+        for name, values in self.sizes.geometry.group_sizes(self.tp).items():
+            self.sizes.attributes = {
                 path: {**stated.get(path, {}), **({name: values[path]} if path in values else {})}
                 for path in {*stated, *values}
             }
             if self.failure(call) is None:
                 return None
-        self.attributes = stated
+        self.sizes.attributes = stated
         return failure
 
     # --- the outcome
@@ -517,16 +417,16 @@ class _Compiler:
                 streaming=self.streaming(path, own) if path in containers else (),
                 boundaries=self.boundaries.get(path, ()),
                 element=self.elements.get(path),
-                transposed=path in self.transposed,
+                transposed=path in self.sizes.transposed,
                 norm=self.width_norm(path),
-                projection=path in self.columns,
+                projection=path in self.sizes.columns,
                 multihead=path in self.multihead,
                 together=self.together.get(path, ()),
-                head_inputs=self.head_inputs.get(path, ()),
+                head_inputs=self.sizes.head_inputs.get(path, ()),
                 heads=self.heads_of(path),
                 container=path in containers,
                 draws=self.drawn(path),
-                attributes=FrozenMap(self.attributes.get(path)),
+                attributes=FrozenMap(self.sizes.attributes.get(path)),
                 options=FrozenMap() if rule is None else rule.options,
                 kernel=self.kernel(path),
             )
@@ -547,7 +447,7 @@ class _Compiler:
         return WidthNorm(int(weight.shape[0]), finding.eps, finding.offset)
 
     def heads_of(self, path: str) -> int:
-        return self.geometry.groups[path].heads or 0 if path in self.head_inputs else 0
+        return self.sizes.geometry.groups[path].heads or 0 if path in self.sizes.head_inputs else 0
 
     def drawn(self, path: str) -> Draws | None:
         """What the random numbers that a module draws in its own forward are for."""

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.comm import Stream, Transition
-from tpplan.comm.rows import distributed
+from tpplan.comm.distribute import distributed
 from tpplan.planner import ModulePlan
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.parameters import Own

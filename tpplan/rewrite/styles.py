@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpplan import planner
 from tpplan.comm import Site, Stream, Transition
-from tpplan.comm.rows import distributed
+from tpplan.comm.distribute import distributed
 from tpplan.planner import CompiledPlan, ModulePlan
 from tpplan.planner.replay import assign
 from tpplan.rewrite.attention import MultiheadAttention
