@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan import compat
-from tpplan.comm.rows import RowsTensor
+from tpplan.comm.rows import RowsTensor, scattered
 from tpplan.layout import Rows
 
 
@@ -29,17 +28,5 @@ def distributed(
             result = compat.dtensor(local.clone(), compat.spec_of(result))
         return result
     compat.kept_by_fsdp(Rows, RowsTensor)
-    rank = mesh.get_local_rank()
-    if source is None or value.is_meta:
-        local = placement.take(value, rank)
-        if not value.is_meta:
-            local = local.to(mesh.device_type)
-    else:
-        shards = None
-        if rank == source:
-            shards = [placement.take(value, r).to(mesh.device_type) for r in range(mesh.size())]
-        shape = list(value.shape)
-        shape[placement.dim] = placement.length(rank)
-        local = value.new_empty(shape, device=mesh.device_type) if shards is None else shards[rank]
-        dist.scatter(local, shards, group=mesh.get_group(), group_src=source)
+    local = scattered(value, mesh, placement, source)
     return RowsTensor.wrap(local, mesh, placement, value.shape)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -166,6 +167,24 @@ def rows_like(local: torch.Tensor, origin: DTensor) -> RowsTensor:
     if torch.compiler.is_compiling():
         return torch.ops.tpplan.rows_like(local, origin)  # type: ignore[no-any-return]
     return _like(local, origin)  # type: ignore[arg-type]
+
+
+def scattered(
+    value: torch.Tensor, mesh: DeviceMesh, rows: Rows, source: int | None
+) -> torch.Tensor:
+    """This rank's rows of ``value``, of rank ``source``'s or (None) its own; storage of their own."""
+    rank = mesh.get_local_rank()
+    if source is None or value.is_meta:
+        local = rows.take(value, rank)
+        return local if value.is_meta else local.to(mesh.device_type)
+    shards = None
+    if rank == source:
+        shards = [rows.take(value, r).to(mesh.device_type) for r in range(mesh.size())]
+    shape = list(value.shape)
+    shape[rows.dim] = rows.length(rank)
+    local = value.new_empty(shape, device=mesh.device_type) if shards is None else shards[rank]
+    dist.scatter(local, shards, group=mesh.get_group(), group_src=source)
+    return local
 
 
 # --- which ops work on what
@@ -440,7 +459,7 @@ def _gathered(t: RowsTensor) -> torch.Tensor:
 def _cut(whole: torch.Tensor, origin: RowsTensor, synchronized: bool = False) -> torch.Tensor:
     """What this rank holds of ``whole``; ``synchronized``: of the first tp rank's."""
     if synchronized:
-        local = compat.local_of(distributed(whole, _mesh(origin), origin.rows, 0))
+        local = scattered(whole, _mesh(origin), origin.rows, 0)
     else:
         local = origin.rows.take(whole, _rank(origin))
     for dim, (start, stop) in enumerate(_block(origin)):
