@@ -172,7 +172,7 @@ def rows_like(local: torch.Tensor, origin: DTensor) -> RowsTensor:
 def scattered(
     value: torch.Tensor, mesh: DeviceMesh, rows: Rows, source: int | None
 ) -> torch.Tensor:
-    """This rank's rows of ``value``, of rank ``source``'s or (None) its own; storage of their own."""
+    """This rank's rows of ``value``: of rank ``source``'s value, or (None) of its own; a copy."""
     rank = mesh.get_local_rank()
     if source is None or value.is_meta:
         local = rows.take(value, rank)
