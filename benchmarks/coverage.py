@@ -48,11 +48,14 @@ class Outcome:
     forward: str = ""
     backward: str = ""
     share: float = 1.0
+    rounding: float = 0.0
 
     @property
     def cells(self) -> tuple[str, str, str]:
         """Error or reason, and the collectives measured of the least possible."""
         error = self.reason if self.reason else f"{self.gradient_error:.0e}"
+        if self.rounding:
+            error = f"{self.rounding:.0e}, rounding ({error} in float64)"
         return error, self.forward, self.backward
 
 
@@ -144,7 +147,8 @@ def _attempt(
         f"{sum(found.counts.get(phase, {}).values())}/{sum(found.floor.get(phase, {}).values())}"
         for phase in ("forward", "backward")
     )
-    return Outcome("", found.gradient_error, forward, backward, found.rank_share)
+    rounding = max(check.rounding for check in found.checks)
+    return Outcome("", found.gradient_error, forward, backward, found.rank_share, rounding)
 
 
 @dataclass(frozen=True)
