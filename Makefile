@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test zoo check bench clean
+.PHONY: demo test thorough zoo check bench clean
 
 demo: $(READY)
 	$(BIN)/tpplan dry-run llama.yaml --model benchmarks/configs/llama-3.1-8b.json --tp 8 --batch 1 --seq 8192
@@ -16,6 +16,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+# every test in every combination of tp 2 and 4, TP and TP+SP; `test` takes them in turn
+thorough: $(READY)
+	TPPLAN_TESTS=all TPPLAN_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # every shipped plan on every model of its family, at tp 2 and 4, TP and TP+SP
 zoo: $(READY)
