@@ -30,6 +30,7 @@ ABOVE_THE_FLOOR = {
     "bart.yaml": "the encoder's output is gathered, once for all layers and once for the caller",
     "whisper.yaml": "as bart.yaml; what is before the first layer stays whole",
     "ctrl.yaml": "what is before the first layer stays whole",
+    "phi4_multimodal.yaml": "what is before the first layer stays whole",
     "bitnet.yaml": "norms over the sharded width",
     "git.yaml": "the image encoder hands its output over whole",
     "moshi.yaml": "the last hidden states are part of the answer",
