@@ -17,7 +17,8 @@ from tpplan.compat import fake_world
 from tpplan.language import Diagnostic, Plan, PlanError, load, parse_mapping
 from tpplan.planner import CompiledPlan, compile_plan
 from tpplan.proof import Verification
-from tpplan.report import Report
+from tpplan.report import Report, Setting, Training, with_labels
+from tpplan.report.optimizers import OptimizerSource, optimizer_named
 from tpplan.report.rehearse import rehearse
 from tpplan.rewrite import apply, plan_of
 
@@ -112,21 +113,41 @@ def dry_run(
     sequence_parallel: bool | None = None,
     kernels: str | Mapping[str, str] | None = None,
     inputs: Any = None,
+    loss: bool = False,
+    optimizer: OptimizerSource = "adamw",
+    max_norm: float | None = 1.0,
+    master_weights: bool = True,
+    checkpointing: bool = False,
+    fold: bool = True,
 ) -> Report:
-    """What ``plan`` does to ``model`` on ``tp`` ranks: placements, collectives, bytes.
+    """What ``plan`` does to ``model`` on ``tp`` ranks: placements, collectives, memory, time.
 
-    It executes the rewritten model abstractly, in this process, whatever its size; the model (on
-    meta or real) is not changed, and no ranks are needed.
+    It executes one training step of the rewritten model abstractly, in this process, whatever its
+    size; the model (on meta or real) is not changed, and no ranks are needed.
 
     Args:
         batch, seq: the shape of the token ids it is run with.
         inputs: a call the model accepts, where token ids are not one.
+        loss: whether the token ids are given as ``labels`` too, for the model's own loss; else
+            the backward pass starts from the logits.
+        optimizer: a name (adamw, adam, adagrad, rmsprop, sgd, sgd-momentum), a function from a
+            list of parameters to a ``torch.optim.Optimizer``, or None for no step.
+        max_norm: to which gradients are clipped before the step; None where they are not.
+        master_weights: whether 16-bit parameters have float32 copies for the optimizer.
+        checkpointing: whether every layer is recomputed in the backward pass. The report has the
+            memory of both.
+        fold: whether of equal layers only a few are executed; their repetition is checked.
 
     Raises:
         PlanError: as ``parallelize`` does.
+        ValueError: where there is no such optimizer, or the model takes no labels.
     """
     loaded = load_plan(plan, model)
-    return report.dry_run(model, loaded, tp, batch, seq, sequence_parallel, kernels, inputs)
+    training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
+    if loss:
+        inputs = with_labels(model, inputs, batch, seq)
+    setting = Setting(loaded, tp, sequence_parallel, kernels, inputs)
+    return report.dry_run(model, setting, batch, seq, training, fold)
 
 
 def check(

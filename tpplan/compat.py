@@ -132,6 +132,22 @@ def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
     vars(_fsdp_param)["_from_local_no_grad"] = built
 
 
+@contextlib.contextmanager
+def rehearsed_in(context: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    """Within it, DTensor tries ops on fake tensors, to know their results' sizes, in ``context``.
+
+    It holds a lock while it does so, which is nothing unless ranks are threads.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    outer = getattr(ShardingPropagator, "_fake_mode_lock", None)
+    ShardingPropagator._fake_mode_lock = context  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._fake_mode_lock = outer or contextlib.nullcontext()  # type: ignore[assignment]
+
+
 def below_autograd() -> contextlib.AbstractContextManager[object]:
     """Within it, ops skip their autograd registrations; for code inside autograd functions.
 
@@ -170,6 +186,17 @@ def in_backward() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1
+
+
+def sequence_number() -> int:
+    """The number that the next autograd node this thread records will have."""
+    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined, no-any-return]
+
+
+def running_node() -> int | None:
+    """The number of the autograd node whose backward runs in this thread, None outside backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 def differentiates_backward() -> bool:

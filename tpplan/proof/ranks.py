@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from tpplan.compat import local_of
 from tpplan.planner import CompiledPlan
-from tpplan.report.recorder import PHASES, Recorder, counts
+from tpplan.report.recorder import Recorder
+from tpplan.report.steps import PHASES, counts
 from tpplan.rewrite import apply
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -33,7 +33,7 @@ from tpplan.proof.ranks import (
     relative,
     run_rank,
 )
-from tpplan.report.recorder import PHASES
+from tpplan.report.steps import PHASES
 
 BATCH, LENGTH = 2, 13  # a length that no tp divides
 _EXACT = 1e-4

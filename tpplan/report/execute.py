@@ -1,79 +1,115 @@
-"""A dry run: the rewritten model, forward and backward, on fake tensors and a fake group."""
+"""One training step of the rewritten model, on fake tensors and a fake process group."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from tpplan.compat import FakeTensorMode, fake_world, quiet
-from tpplan.language import Diagnostic, Plan, PlanError
-from tpplan.planner import CompiledPlan, compile_plan
-from tpplan.planner.shadow import call_for, shadow_of
+from tpplan.language import Diagnostic, PlanError
+from tpplan.planner import CompiledPlan
+from tpplan.planner.shadow import shadow_of
 from tpplan.planner.trace import fake_inputs
-from tpplan.report.recorder import Collective, Recorder
-from tpplan.report.report import Report
+from tpplan.report.optimizers import take_step
+from tpplan.report.steps import Step
+from tpplan.report.tracker import Tracker
 from tpplan.rewrite import apply
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-def dry_run(
-    model: nn.Module,
-    plan: Plan,
-    tp: int,
-    batch: int,
-    seq: int,
-    sequence_parallel: bool | None = None,
-    kernels: str | Mapping[str, str] | None = None,
-    inputs: Any = None,
-) -> Report:
-    """What ``plan`` does to ``model`` on ``tp`` ranks, by executing it abstractly.
 
-    The model is not changed; it may be on the meta device. Needs no process group, and leaves one
-    that is running alone.
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained.
 
-    Args:
-        batch, seq: the shape of the token ids.
-        inputs: a call the model accepts, instead of token ids.
-
-    Raises:
-        PlanError: as ``parallelize`` does.
+    Attributes:
+        optimizer: makes it from the parameters; None where no step is taken.
+        max_norm: to which gradients are clipped; None where they are not.
+        master_weights: whether 16-bit parameters have float32 copies.
+        checkpointing: whether each element of the layer stack is recomputed in backward.
     """
-    compiled = compile_plan(model, plan, tp, sequence_parallel, kernels, inputs)
-    call = call_for(model, inputs, batch, seq)
-    collectives = execute(model, compiled, call)
-    return Report(type(model).__name__, compiled, batch, seq, tuple(collectives))
+
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None
+    max_norm: float | None = 1.0
+    master_weights: bool = True
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What one step did on the first rank: its steps in order, and the optimizer's bytes."""
+
+    steps: tuple[Step, ...]
+    optimizer: Mapping[str, int] = field(default_factory=dict)
 
 
 def execute(
-    model: nn.Module, compiled: CompiledPlan, call: tuple[tuple[Any, ...], dict[str, Any]]
-) -> list[Collective]:
-    """The collectives of one forward and backward of the rewritten model, on the first rank."""
+    model: nn.Module,
+    compiled: CompiledPlan,
+    call: Call,
+    training: Training,
+    stacks: tuple[str, ...] = (),
+) -> Execution:
+    """Forward, backward and optimizer step of ``model`` rewritten by ``compiled``.
+
+    Args:
+        model: is not changed; may be on the meta device.
+        stacks: paths of the lists of modules whose elements the steps are told apart by.
+
+    Raises:
+        PlanError: where the rewritten model cannot be run.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    shadow = shadow_of(model, mode).eval()
-    shadow.training = model.training  # whether a loss leaves the logits sharded goes by it
+    shadow = shadow_of(model, mode)
     args, kwargs = fake_inputs(mode, call)
-    recorder = Recorder()
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(fake_world(compiled.tp)) if compiled.tp > 1 else None
         stack.enter_context(mode)
         apply(shadow, compiled, mesh, src_data_rank=None)
+        if training.checkpointing:
+            _checkpoint(shadow, compiled)
+        lists = {path: shadow.get_submodule(path) for path in stacks}
+        dimensions = {} if mesh is None else {mesh.get_group().group_name: "tp"}
+        tracker = Tracker(shadow, lists, dimensions)
         stack.enter_context(quiet())
-        stack.enter_context(recorder)
+        stack.enter_context(tracker)
         try:
             out = shadow(*args, **kwargs)
         except Exception as error:
             message = f"the sharded model cannot be run at tp {compiled.tp}: {error}"
             raise PlanError([Diagnostic(message)]) from error
-        with recorder.during("backward"):
+        with tracker.during("backward"):
             result = _result(out)
             if result is not None:
                 result.backward(torch.ones_like(result))
-    return recorder.collectives
+            del out, result
+        tracker.gradients(shadow)
+        held: Mapping[str, int] = {}
+        if training.optimizer is not None:
+            with tracker.during("optimizer"):
+                held = take_step(
+                    shadow, training.optimizer, training.max_norm, training.master_weights
+                )
+    return Execution(tracker.steps(), held)
+
+
+def _checkpoint(model: nn.Module, compiled: CompiledPlan) -> None:
+    """Have every element of the layer stack keep its inputs only, and run again in backward."""
+    for path, plan in compiled.modules.items():
+        if plan.element is not None:
+            element = model.get_submodule(path)
+            again = functools.partial(checkpoint, element.forward, use_reentrant=False)
+            element.forward = again  # type: ignore[method-assign]
 
 
 def _result(out: Any) -> torch.Tensor | None:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tpplan.comm import Site, observe
-
-PHASES = ("forward", "backward", "gradient_sync", "optimizer")
+from tpplan.report.steps import Collective, ring_bytes
 
 _KINDS: Mapping[str, str] = {
     "_c10d_functional::all_reduce": "all_reduce",
@@ -42,33 +41,7 @@ _KINDS: Mapping[str, str] = {
     "c10d::alltoall_base_": "all_to_all",
     "c10d::broadcast_": "broadcast",
 }
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of one rank.
-
-    Attributes:
-        phase: forward, backward, gradient_sync, optimizer or startup.
-        module: path of the module it serves; reason: what for; rule: the plan's pattern.
-        shape, dtype: of the whole tensor: what an all-reduce sums, what an all-gather yields,
-            what a reduce-scatter takes.
-        bytes: sent by a rank with a ring algorithm over N ranks of D bytes: 2(N-1)/N D for an
-            all-reduce, (N-1)/N D for the others (Thakur, Rabenseifner and Gropp 2005, section 4).
-    """
-
-    phase: str
-    module: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    reason: str
-    rule: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
+_OUTSIDE = Site("", "issued outside the rewritten modules")
 
 
 class Recorder(TorchDispatchMode):
@@ -77,8 +50,10 @@ class Recorder(TorchDispatchMode):
     ``phase`` names the phase that is running; see ``during``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dimensions: Mapping[str, str] | None = None) -> None:
+        """``dimensions``: of a mesh, by the names of their process groups."""
         super().__init__()
+        self._dimensions = dimensions or {}
         self.collectives: list[Collective] = []
         self.phase = "forward"
         self._site: Site | None = None
@@ -106,52 +81,51 @@ class Recorder(TorchDispatchMode):
         self._site = site
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does with local tensors comes back here
         out = func(*args, **(kwargs or {}))
         kind = _KINDS.get(func._schema.name)
         if kind is not None:
-            self._record(kind, func, args, kwargs or {}, out)
+            self.collectives.append(self._collective(kind, func, args, kwargs or {}, out))
         return out
 
-    def _record(self, kind: str, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> None:
-        site = self._site or Site("", "issued outside the rewritten modules")
-        self._site = None
+    def _dimension(self, group: dist.ProcessGroup) -> str:
+        known = self._dimensions.get(group.group_name)
+        named = group.group_desc.startswith("mesh_")
+        return known or (group.group_desc.removeprefix("mesh_") if named else "world")
+
+    def _collective(
+        self, kind: str, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any
+    ) -> Collective:
+        site, self._site = self._site or _OUTSIDE, None
         given = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)] or given
         tensor = max((*given, *made), key=lambda t: t.numel())
-        size = _group_size(func, args, kwargs)
-        rounds = 2 if kind == "all_reduce" else 1
-        data = tensor.numel() * tensor.element_size()
-        self.collectives.append(
-            Collective(
-                phase=site.phase or self.phase,
-                module=site.module,
-                kind=kind,
-                shape=tuple(int(n) for n in tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                bytes=rounds * (size - 1) * data // size,
-                reason=site.reason,
-                rule=site.rule,
-            )
+        group = _group(func, args, kwargs)
+        shape = tuple(int(n) for n in tensor.shape)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Collective(
+            phase=site.phase or self.phase,
+            module=site.module,
+            kind=kind,
+            shape=shape,
+            dtype=dtype,
+            bytes=ring_bytes(kind, group.size(), shape, dtype),
+            reason=site.reason,
+            rule=site.rule,
+            dimension=self._dimension(group) if site is _OUTSIDE else "tp",
+            ranks=group.size(),
         )
 
 
-def _group_size(func: Any, args: Any, kwargs: Mapping[str, Any]) -> int:
+def _group(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
+    """The process group of a collective op."""
     names = [a.name for a in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if "group_size" in given:
-        return int(given["group_size"])
     if "group_name" in given:
-        group = torch._C._distributed_c10d._resolve_process_group(given["group_name"])
-        return group.size()
+        return torch._C._distributed_c10d._resolve_process_group(given["group_name"])
     if "process_group" in given:
-        return dist.ProcessGroup.unbox(given["process_group"]).size()
-    return dist.get_world_size()
-
-
-def counts(collectives: list[Collective], phase: str) -> dict[str, int]:
-    """How many collectives of each kind a phase issues; the three usual kinds always appear."""
-    result = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
-    for collective in collectives:
-        if collective.phase == phase:
-            result[collective.kind] = result.get(collective.kind, 0) + 1
-    return result
+        return dist.ProcessGroup.unbox(given["process_group"])
+    group = dist.group.WORLD
+    assert group is not None
+    return group

@@ -1,18 +1,19 @@
-"""What a dry run found, as data: placements, collectives, bytes, memory."""
+"""What a dry run found, as data: placements, collectives, memory, time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
+from tpplan.language import FrozenMap
 from tpplan.layout import Rows
 from tpplan.planner import CompiledPlan, ParameterPlan
-from tpplan.report.recorder import PHASES, Collective, counts
+from tpplan.report.execute import Execution, Training
+from tpplan.report.memory import Memory, memory_of
+from tpplan.report.steps import PHASES, Collective, Step, counts
 
 JSON_VERSION = 1
 
@@ -23,33 +24,54 @@ class Report:
 
     Attributes:
         model: the model's class; compiled: its plan; batch, seq: the shape it was run with.
-        collectives: of the first rank, in order.
+        buffers: bytes of the model's buffers.
+        training: how it was trained; run: one training step of the first rank.
+        other: the same with activation checkpointing where ``run`` is without, and without where
+            it is with; None where that could not be run.
+        executed: of each stack of equal layers, how many were executed and how many there are.
     """
 
     model: str
     compiled: CompiledPlan
     batch: int
     seq: int
-    collectives: tuple[Collective, ...]
+    buffers: int
+    training: Training
+    run: Execution
+    other: Execution | None = None
+    executed: Mapping[str, tuple[int, int]] = FrozenMap()
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """What the first rank does, in order."""
+        return self.run.steps
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """What the first rank sends, in order."""
+        return tuple(step.collective for step in self.steps if step.collective is not None)
 
     def counts(self, phase: str) -> dict[str, int]:
         """Collectives of each kind in ``phase``: forward, backward, gradient_sync or optimizer."""
         if phase not in PHASES:
             raise ValueError(f"no phase '{phase}'; there are {', '.join(PHASES)}")
-        return counts(list(self.collectives), phase)
+        return counts(self.collectives, phase)
 
     def bytes_sent(self, phase: str) -> int:
         """Bytes a rank sends in ``phase`` (ring algorithms)."""
         return sum(c.bytes for c in self.collectives if c.phase == phase)
 
     @cached_property
-    def memory(self) -> Mapping[str, int]:
-        """Bytes of parameters: of the whole model, and of the first rank, which has the most."""
-        entries = self.compiled.parameters.values()
-        return {
-            "parameters_total": sum(_bytes(e, e.shape) for e in entries),
-            "parameters_per_rank": sum(_bytes(e, e.local_shape) for e in entries),
-        }
+    def memory(self) -> Memory:
+        """Bytes on the first rank, which has the most."""
+        return memory_of(self.compiled, self.run.steps, self.run.optimizer, self.buffers)
+
+    @cached_property
+    def other_memory(self) -> Memory | None:
+        """The same with activation checkpointing, or without where the run is with."""
+        if self.other is None:
+            return None
+        return memory_of(self.compiled, self.other.steps, self.other.optimizer, self.buffers)
 
     @cached_property
     def parameter_counts(self) -> Mapping[str, int]:
@@ -62,8 +84,6 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the ``--json`` of the command line; its shape is fixed by ``version``.
-
-        The run is a forward and a backward: the phase ``optimizer`` is there, and empty.
         """
         compiled = self.compiled
         return {
@@ -79,17 +99,13 @@ class Report:
             "collectives": [c.to_dict() for c in self.collectives],
             "parameters": [_parameter(e) for e in compiled.parameters.values()],
             "parameter_counts": dict(self.parameter_counts),
-            "memory": dict(self.memory),
+            "memory": self.memory.to_dict(),
         }
 
     def __str__(self) -> str:
         from tpplan.report.text import render
 
         return render(self)
-
-
-def _bytes(entry: ParameterPlan, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * torch.empty((), dtype=entry.dtype, device="meta").element_size()
 
 
 def _parameter(entry: ParameterPlan) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tpplan.planner import ParameterPlan
 from tpplan.planner.match import folded
-from tpplan.report.recorder import PHASES, Collective
+from tpplan.report.steps import PHASES, Collective
 from tpplan.report.report import Report
 
 
@@ -145,8 +145,8 @@ def _memory(report: Report) -> Text:
     total, mine = report.parameter_counts["total"], report.parameter_counts["per_rank"]
     memory = report.memory
     return Text(
-        f"Parameters: {number(total)} in all ({size(memory['parameters_total'])}), "
-        f"{number(mine)} per rank ({size(memory['parameters_per_rank'])}, "
+        f"Parameters: {number(total)} in all ({size(memory.parameters_total)}), "
+        f"{number(mine)} per rank ({size(memory.parameters_per_rank)}, "
         f"{100 * mine / max(total, 1):.1f} %)\n"
         "Bytes sent are those of ring algorithms, on the first rank. 'summed': each rank sees a "
         "part of the work, so the gradients are summed over the ranks, all in one all-reduce."

@@ -1,0 +1,226 @@
+"""Stacks of equal layers folded: a short model that stands for a long one, and the way back.
+
+Executing 126 equal layers tells nothing that a few do not. What is kept of a stack is its
+beginning, one period of what repeats, and its end; the elements that are kept stay where they
+were, so that code which goes by an element's index finds the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.language import FrozenMap
+from tpplan.planner.compiled import Boundary, CompiledPlan, ModulePlan, ParameterPlan
+from tpplan.planner.match import Matches
+
+_OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
+# boundaries of copied layers must not share a collective with those of the layer they copy
+_NUMBERS = 10**9
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A list of modules at ``stack`` that repeats itself to its end.
+
+    Attributes:
+        length: how many elements the list has.
+        start: the first element of those that repeat; period: after how many they do.
+        kept: how many elements the shortest list has that stands for the whole one.
+    """
+
+    stack: str
+    length: int
+    start: int
+    period: int
+    kept: int
+
+    @property
+    def times(self) -> int:
+        """How many periods the shortest list lacks."""
+        return (self.length - self.kept) // self.period
+
+    def repeats(self, index: int) -> bool:
+        """Whether an element of the shortest list is of the period that is left out elsewhere."""
+        return self.start <= index < self.start + self.period
+
+    def source(self, index: int) -> int:
+        """The element of the shortest list that stands for an element of the whole one."""
+        if index < self.start + self.period:
+            return index
+        if index < self.start + self.period * (self.times + 1):
+            return self.start + (index - self.start) % self.period
+        return index - self.times * self.period
+
+
+def find_folds(model: nn.Module, matches: Matches) -> tuple[Fold, ...]:
+    """The outermost lists of modules whose elements repeat often enough to leave some out.
+
+    Elements are equal where their modules are of the same classes, with the same attributes,
+    parameters and rules; an attribute that counts the elements is no difference.
+    """
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            owners[id(tensor)] = owners.get(id(tensor), 0) + 1
+    found: list[Fold] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{fold.stack}.") for fold in found)
+        listed = path and isinstance(module, nn.ModuleList | nn.Sequential)
+        if inside or not listed or len(module) < 5:
+            continue
+        if [name for name, _ in module.named_children()] != [str(i) for i in range(len(module))]:
+            continue
+        fold = _fold_of(path, _signatures(path, module, matches, owners))
+        if fold is not None:
+            found.append(fold)
+    return tuple(found)
+
+
+def shortened_model(model: nn.Module, folds: Mapping[Fold, int]) -> nn.Module:
+    """A copy of ``model``, on the very same tensors, with short lists of modules.
+
+    Args:
+        folds: which, and how many periods more than the shortest list each is to have.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers, vars(module)):
+            memo.update((id(t), t) for t in table.values() if isinstance(t, torch.Tensor))
+    for fold, more in folds.items():
+        stack = model.get_submodule(fold.stack)
+        short = copy.copy(stack)
+        kept = fold.kept + more * fold.period
+        short._modules = dict(list(stack._modules.items())[:kept])
+        memo[id(stack)] = copy.deepcopy(short, memo)
+    return copy.deepcopy(model, memo)
+
+
+def unfolded(short: CompiledPlan, folds: Sequence[Fold], model: nn.Module) -> CompiledPlan:
+    """The plan of ``model`` from that of the shortest model that stands for it."""
+    modules: dict[str, ModulePlan] = {}
+    for path, _ in model.named_modules():
+        source, rename = _source(path, folds)
+        if source in short.modules:
+            modules[path] = rename.apply(short.modules[source])
+    parameters: dict[str, ParameterPlan] = {}
+    for name, _ in model.named_parameters():
+        source, rename = _source(name, folds)
+        parameters[name] = rename.apply(short.parameters[source])
+    return replace(short, modules=FrozenMap(modules), parameters=FrozenMap(parameters))
+
+
+def unfolded_names(
+    values: Mapping[str, int], folds: Sequence[Fold], model: nn.Module
+) -> dict[str, int]:
+    """What was found for each parameter of the shortest model, for those of ``model``."""
+    sources = {name: _source(name, folds)[0] for name, _ in model.named_parameters()}
+    return {name: values[source] for name, source in sources.items() if source in values}
+
+
+class Rename:
+    """Paths of one element of a stack, as those of another one."""
+
+    def __init__(self, stack: str = "", source: int = 0, target: int = 0) -> None:
+        self.source, self.target = source, target
+        self._pattern = re.compile(rf"(?<![\w.]){re.escape(stack)}\.{source}(?![\w])")
+        self._text = f"{stack}.{target}"
+
+    def text(self, text: str) -> str:
+        """A text with the paths in it renamed."""
+        return text if self.source == self.target else self._pattern.sub(self._text, text)
+
+    def apply(self, value: Any) -> Any:
+        """Plain data with the paths in it renamed."""
+        if self.source == self.target:
+            return value
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, tuple) and type(value) is tuple:
+            return tuple(self.apply(v) for v in value)
+        if isinstance(value, Boundary):
+            value = replace(value, number=value.number + _NUMBERS * self.target)
+        if isinstance(value, ModulePlan | ParameterPlan | Boundary) and is_dataclass(value):
+            changed = {f.name: self.apply(getattr(value, f.name)) for f in fields(value)}
+            return replace(value, **changed)
+        return value
+
+
+def _source(path: str, folds: Sequence[Fold]) -> tuple[str, Rename]:
+    for fold in folds:
+        if path.startswith(f"{fold.stack}."):
+            index = int(path[len(fold.stack) + 1 :].partition(".")[0])
+            source = fold.source(index)
+            back = Rename(fold.stack, index, source)
+            return back.text(path), Rename(fold.stack, source, index)
+    return path, Rename()
+
+
+def _fold_of(path: str, signatures: Sequence[object]) -> Fold | None:
+    length = len(signatures)
+    for period in range(1, length // 3 + 1):
+        start = length - period
+        while start > 1 and signatures[start - 1] == signatures[start - 1 + period]:
+            start -= 1
+        least = start + period + 1
+        kept = least + (length - least) % period
+        if kept + period < length:
+            return Fold(path, length, start, period, kept)
+    return None
+
+
+def _signatures(
+    path: str, stack: nn.Module, matches: Matches, owners: Mapping[int, int]
+) -> list[object]:
+    """For each element, what it has in common with those it is equal to."""
+    elements = [_features(f"{path}.{n}", m, matches, owners) for n, m in stack.named_children()]
+    counting = {
+        key
+        for key, first in elements[0].items()
+        if type(first) is int
+        and all(type(e.get(key)) is int and e[key] == first + i for i, e in enumerate(elements))
+    }
+    return [{k: v for k, v in element.items() if k not in counting} for element in elements]
+
+
+def _features(
+    path: str, element: nn.Module, matches: Matches, owners: Mapping[int, int]
+) -> dict[tuple[str, str], object]:
+    found: dict[tuple[str, str], object] = {}
+    for inner, module in element.named_modules():
+        full = f"{path}.{inner}" if inner else path
+        found[inner, "class"] = type(module)
+        found[inner, "rule"] = matches.modules.get(full)
+        for name, value in vars(module).items():
+            if name not in _OF_MODULE:
+                found[inner, name] = _comparable(value)
+        for name, tensor in _tensors(module):
+            shared = id(tensor) if owners.get(id(tensor), 0) > 1 else 0
+            rule = matches.parameters.get(f"{full}.{name}")
+            looks = None if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)
+            found[inner, f"tensor {name}"] = (looks, shared, rule)
+    return found
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
+    yield from module._parameters.items()
+    yield from module._buffers.items()
+
+
+def _comparable(value: object) -> object:
+    if isinstance(value, types.MethodType):
+        return value.__func__
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype)
+    if isinstance(value, list | tuple | set | frozenset):
+        return (type(value), tuple(_comparable(v) for v in value))
+    if isinstance(value, dict):
+        return tuple((k, _comparable(v)) for k, v in value.items())
+    return value

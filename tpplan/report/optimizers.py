@@ -1,0 +1,90 @@
+"""Optimizers by name, and one step of any of them on a model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from tpplan.compat import local_of
+
+# the implementations that hold nothing but the state while they step
+OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "adamw": partial(AdamW, fused=True),
+    "adam": partial(Adam, fused=True),
+    "adagrad": partial(Adagrad, foreach=False),
+    "rmsprop": partial(RMSprop, foreach=False),
+    "sgd": partial(SGD, lr=1e-3, foreach=False),
+    "sgd-momentum": partial(SGD, lr=1e-3, momentum=0.9, foreach=False),
+}
+_SHORT = (torch.bfloat16, torch.float16)
+
+OptimizerSource = str | Callable[[list[nn.Parameter]], Optimizer] | None
+
+
+def optimizer_named(source: OptimizerSource) -> Callable[[list[nn.Parameter]], Optimizer] | None:
+    """What makes an optimizer from parameters, from its name ("none" for none) or itself.
+
+    Raises:
+        ValueError: naming the optimizers there are.
+    """
+    if source is None or source == "none":
+        return None
+    if isinstance(source, str):
+        if source not in OPTIMIZERS:
+            raise ValueError(f"no optimizer '{source}'; there are {', '.join(OPTIMIZERS)}, none")
+        return OPTIMIZERS[source]
+    return source
+
+
+def take_step(
+    model: nn.Module,
+    make: Callable[[list[nn.Parameter]], Optimizer],
+    max_norm: float | None,
+    master_weights: bool,
+) -> dict[str, int]:
+    """Clip the gradients of ``model`` to ``max_norm`` and take one step with a new optimizer.
+
+    Args:
+        master_weights: whether 16-bit parameters have float32 copies that the optimizer works on,
+            as mixed-precision training keeps them (Micikevicius et al. 2018); their gradients are
+            cast, the 16-bit ones freed.
+
+    Returns the optimizer's bytes for each parameter, by name: state and float32 copies.
+    """
+    named = {n: p for n, p in model.named_parameters() if p.grad is not None}
+    if not named:
+        return {}
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(named.values(), max_norm)
+    masters: dict[str, nn.Parameter] = {}
+    for name, parameter in named.items():
+        if master_weights and parameter.dtype in _SHORT:
+            assert parameter.grad is not None
+            masters[name] = nn.Parameter(parameter.detach().float())
+            masters[name].grad = parameter.grad.float()
+            parameter.grad = None
+    optimizer = make([masters.get(name, p) for name, p in named.items()])
+    optimizer.step()
+    with torch.no_grad():
+        for name, master in masters.items():
+            named[name].copy_(master)
+    found = {}
+    for name, parameter in named.items():
+        state = optimizer.state[masters.get(name, parameter)]
+        found[name] = sum(_bytes(value) for value in state.values())
+        if name in masters:
+            found[name] += _bytes(masters[name])
+    return found
+
+
+def _bytes(value: Any) -> int:
+    if not isinstance(value, torch.Tensor):
+        return 0
+    local = local_of(value) if isinstance(value, DTensor) else value
+    return local.numel() * local.element_size()

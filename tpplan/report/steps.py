@@ -1,0 +1,113 @@
+"""A run as data: what each step computes, moves, allocates and sends, in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+PHASES = ("forward", "backward", "gradient_sync", "optimizer")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of one rank.
+
+    Attributes:
+        phase: forward, backward, gradient_sync, optimizer or startup.
+        module: path of the module it serves; reason: what for; rule: the plan's pattern.
+        shape, dtype: of the whole tensor: what an all-reduce sums, what an all-gather yields,
+            what a reduce-scatter takes.
+        bytes: sent by a rank with a ring algorithm over N ranks of D bytes: 2(N-1)/N D for an
+            all-reduce, (N-1)/N D for the others (Thakur, Rabenseifner and Gropp 2005, section 4).
+        dimension: the dimension of the mesh whose ranks take part; ranks: how many they are.
+    """
+
+    phase: str
+    module: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    reason: str
+    rule: str | None = None
+    dimension: str = "tp"
+    ranks: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """What one matrix multiplication, convolution or attention op does.
+
+    Attributes:
+        flops: two for each multiplication and addition; attention is counted whole, masked or not.
+        bytes: of everything it reads and writes.
+        dtype: of its inputs.
+    """
+
+    flops: int
+    bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Element:
+    """The ``index``-th module of the list of modules at ``stack``."""
+
+    stack: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Consecutive ops of one module, and the collective that ends them, if any.
+
+    Attributes:
+        phase: forward, backward or optimizer: when it runs; recomputation is backward.
+        module: path of the innermost module the ops belong to.
+        element: the module of a stack that was entered last; None before the first.
+        matmuls: ops that are counted in FLOPs, with how often each occurs.
+        moved: bytes read and written by all other ops, views aside.
+        ops: how many ops those were, matmuls included.
+        net: bytes allocated less bytes freed; peak: the most that was allocated at once, over what
+            was when the step began; gradients: bytes of ``net`` that are gradients of parameters,
+            kept until the end.
+    """
+
+    phase: str
+    module: str
+    element: Element | None
+    matmuls: tuple[tuple[Matmul, int], ...] = ()
+    moved: int = 0
+    ops: int = 0
+    net: int = 0
+    peak: int = 0
+    gradients: int = 0
+    collective: Collective | None = None
+
+    @property
+    def flops(self) -> int:
+        """Of all its matmuls."""
+        return sum(matmul.flops * count for matmul, count in self.matmuls)
+
+
+def ring_bytes(kind: str, ranks: int, shape: Iterable[int], dtype: str) -> int:
+    """Bytes that a rank sends with a ring algorithm; see ``Collective``."""
+    data = math.prod(shape) * getattr(torch, dtype).itemsize
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1) * data // ranks
+
+
+def counts(collectives: Iterable[Collective], phase: str) -> dict[str, int]:
+    """How many collectives of each kind a phase issues; the three usual kinds always appear."""
+    result = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
+    for collective in collectives:
+        if collective.phase == phase:
+            result[collective.kind] = result.get(collective.kind, 0) + 1
+    return result
