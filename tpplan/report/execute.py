@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,8 +79,11 @@ def execute(
         apply(shadow, compiled, mesh, src_data_rank=None)
         if training.checkpointing:
             _checkpoint(shadow, compiled)
+            if "use_cache" in inspect.signature(shadow.forward).parameters:
+                # transformers does so too: recomputation would append to the cache once more
+                kwargs = {"use_cache": False, **kwargs}
         lists = {path: shadow.get_submodule(path) for path in stacks}
-        dimensions = {} if mesh is None else {mesh.get_group().group_name: "tp"}
+        dimensions = {} if mesh is None else {str(mesh.get_group().group_name): "tp"}
         tracker = Tracker(shadow, lists, dimensions)
         stack.enter_context(quiet())
         stack.enter_context(tracker)

@@ -83,8 +83,7 @@ class Report:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, the ``--json`` of the command line; its shape is fixed by ``version``.
-        """
+        """Plain data, the ``--json`` of the command line; its shape is fixed by ``version``."""
         compiled = self.compiled
         return {
             "version": JSON_VERSION,

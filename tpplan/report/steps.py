@@ -100,7 +100,7 @@ class Step:
 
 def ring_bytes(kind: str, ranks: int, shape: Iterable[int], dtype: str) -> int:
     """Bytes that a rank sends with a ring algorithm; see ``Collective``."""
-    data = math.prod(shape) * getattr(torch, dtype).itemsize
+    data: int = math.prod(shape) * getattr(torch, dtype).itemsize
     return (2 if kind == "all_reduce" else 1) * (ranks - 1) * data // ranks
 
 

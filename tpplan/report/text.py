@@ -10,8 +10,8 @@ from rich.text import Text
 
 from tpplan.planner import ParameterPlan
 from tpplan.planner.match import folded
-from tpplan.report.steps import PHASES, Collective
 from tpplan.report.report import Report
+from tpplan.report.steps import PHASES, Collective
 
 
 def render(report: Report, width: int = 120) -> str:

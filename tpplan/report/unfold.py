@@ -133,7 +133,7 @@ def _growths(short: Sequence[Step], fold: Fold, longer: Sequence[Step]) -> list[
 
 
 def _growth(expected: Step, real: Step) -> _Growth:
-    growth = {
+    growth: _Growth = {
         name: (getattr(real, name) - getattr(expected, name),)
         for name in _GROWING
         if getattr(real, name) != getattr(expected, name)
