@@ -55,10 +55,10 @@ class FunctionalAttention(nn.Module):
 class Functional(nn.Module):
     """Drops the embeddings out with a function in the model's own forward."""
 
-    def __init__(self, width: int = 64, activation: float = 0.0) -> None:
+    def __init__(self, width: int = 64, activation: float = 0.0, layers: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
-        self.layers = nn.ModuleList(FunctionalBlock(width, activation) for _ in range(2))
+        self.layers = nn.ModuleList(FunctionalBlock(width, activation) for _ in range(layers))
         self.head = nn.Linear(width, VOCAB, bias=False)
         self.reentrant: bool | None = None
 
@@ -100,21 +100,19 @@ def through(layer: nn.Module, x: torch.Tensor, reentrant: bool | None) -> torch.
     return layer(x) if reentrant is None else checkpoint(layer, x, use_reentrant=reentrant)
 
 
-class Llama(nn.Module):
+def llama(implementation: str = "eager") -> Any:
     """Logits of a Llama with dropout on its attention weights, and nothing else."""
-
-    def __new__(cls, implementation: str = "eager") -> Any:
-        return hf("Llama", attention_dropout=P, attn_implementation=implementation)
+    return hf("Llama", attention_dropout=P, attn_implementation=implementation)
 
 
-def gpt(p: float = P) -> CheckpointedGPT:
-    model = CheckpointedGPT(vocabulary=VOCAB, dropout=p).train()
+def gpt(layers: int = 2) -> CheckpointedGPT:
+    model = CheckpointedGPT(vocabulary=VOCAB, layers=layers, dropout=P).train()
     randomize(model, 3)
     return model
 
 
-def functional(activation: float = 0.0) -> Functional:
-    model = Functional(activation=activation).train()
+def functional(activation: float = 0.0, layers: int = 2) -> Functional:
+    model = Functional(activation=activation, layers=layers).train()
     randomize(model, 4)
     return model
 
@@ -129,7 +127,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
     "GPT": (gpt, "gpt"),
     "GPT, no rules for dropout": (gpt, BARE_GPT),
     "functional": (functional, FUNCTIONAL),
-    "Llama": (Llama, "llama.yaml"),
+    "Llama": (llama, "llama.yaml"),
 }
 
 

@@ -33,12 +33,12 @@ from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 from tests.rewrite.dropout import (
     MODELS,
-    Llama,
     Masks,
     P,
     equal,
     gathered,
     gpt,
+    llama,
     masks_errors,
     objective,
     run,
@@ -118,7 +118,7 @@ def parity_job(mesh: DeviceMesh, sp: bool, name: str, length: int) -> Errors:
 def fused_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """The masks that scaled_dot_product_attention draws by itself."""
     found = Findings()
-    model = sharded(Llama("sdpa"), mesh, sp)
+    model = sharded(llama("sdpa"), mesh, sp)
     attend = F.scaled_dot_product_attention
     mine: Masks = []
 
@@ -164,7 +164,7 @@ def all_differ(tensors: Masks) -> bool:
 def seeds_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """The same seed draws the same, another one something else; the ranks stay in step."""
     found = Findings()
-    models = {**MODELS, "Llama, sdpa": (lambda: Llama("sdpa"), "llama.yaml")}
+    models = {**MODELS, "Llama, sdpa": (lambda: llama("sdpa"), "llama.yaml")}
     for name, (make, plan) in models.items():
         model = sharded(make(), mesh, sp, plan)
         ids = token_ids(2, 13, 7)
@@ -189,7 +189,7 @@ def seeds_job(mesh: DeviceMesh, sp: bool) -> Errors:
 def checkpointing_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """Recomputed masks are those of the forward: gradients are those without recomputation."""
     found = Findings()
-    models = {**MODELS, "Llama, sdpa": (lambda: Llama("sdpa"), "llama.yaml")}
+    models = {**MODELS, "Llama, sdpa": (lambda: llama("sdpa"), "llama.yaml")}
     for name, (make, plan) in models.items():
         model = sharded(make(), mesh, sp, plan)
         ids = token_ids(2, 13, 10)
