@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from tests.compare import Errors, full, gradients, same
+from tests.compare import Errors, gradients, local, same
 from tests.gpt import GPT
 from tests.models import VOCAB, hf, randomize
 
@@ -125,9 +125,12 @@ BARE_GPT: dict[str, Any] = {
 }
 MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
     "GPT": (gpt, "gpt"),
-    "GPT, no rules for dropout": (gpt, BARE_GPT),
     "functional": (functional, FUNCTIONAL),
     "Llama": (llama, "llama.yaml"),
+}
+BARE: dict[str, tuple[Callable[[], Any], Any]] = {"GPT, no rules for dropout": (gpt, BARE_GPT)}
+FUSED: dict[str, tuple[Callable[[], Any], Any]] = {
+    "Llama, sdpa": (lambda: llama("sdpa"), "llama.yaml")
 }
 
 
@@ -158,12 +161,12 @@ def masks_errors(kind: str, pieces: Masks) -> Errors:
 
 
 def run(model: Any, ids: torch.Tensor, seed: int) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Loss and gradients from a seed."""
+    """Loss, and what this rank holds of the gradients, from a seed."""
     model.zero_grad()
     torch.manual_seed(seed)
     loss = objective(model, ids)
     loss.backward()
-    return loss.detach(), {n: full(g) for n, g in gradients(model).items() if g is not None}
+    return loss.detach(), {n: local(g) for n, g in gradients(model).items() if g is not None}
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpplan
@@ -32,6 +33,8 @@ from tests.models import sharded, token_ids
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 from tests.rewrite.dropout import (
+    BARE,
+    FUSED,
     MODELS,
     Masks,
     P,
@@ -83,13 +86,26 @@ def given(parts: list[Masks], found: Findings, together: list[tuple[str, Masks]]
     found.add("every mask was used", same(next(drawn, None) is None))
 
 
-def parity_job(mesh: DeviceMesh, sp: bool, name: str, length: int) -> Errors:
+def parity_job(mesh: DeviceMesh, sp: bool, name: str) -> Errors:
     """The ranks' masks put together in an unsharded model: the same loss, the same gradients."""
     found = Findings()
-    make, plan = MODELS[name]
+    make, plan = {**MODELS, **BARE}[name]
     reference = make()
     model = sharded(reference, mesh, sp, plan)
-    ids = token_ids(8, length, 5)
+    kinds = {"heads"} | (set() if name == "Llama" else {"rows" if sp else "whole"})
+    for length in (16, 13):
+        errors = together_errors(reference, model, mesh, token_ids(8, length, 5), kinds)
+        found.add(f"length {length}", errors)
+    return found.errors
+
+
+def together_errors(
+    reference: nn.Module, model: nn.Module, mesh: DeviceMesh, ids: torch.Tensor, kinds: set[str]
+) -> Errors:
+    """The errors of one step, and of its masks."""
+    found = Findings()
+    model.zero_grad()
+    reference.zero_grad()
     mine: Masks = []
     torch.manual_seed(6)
     with reading(mine):
@@ -101,9 +117,8 @@ def parity_job(mesh: DeviceMesh, sp: bool, name: str, length: int) -> Errors:
     theirs.backward()
     found.add("loss", error(theirs, ours))
     found.add("", compare_gradients(reference, model))
-    kinds = {kind for kind, _ in together}
-    expected = {"heads"} | (set() if name == "Llama" else {"rows" if sp else "whole"})
-    found.add(f"kinds of masks {kinds}", same(kinds == expected))
+    drawn = {kind for kind, _ in together}
+    found.add(f"kinds of masks {drawn}", same(drawn == kinds))
     for i, (kind, pieces) in enumerate(together):
         found.add(f"{kind} {i}", masks_errors(kind, pieces))
     flat = [torch.cat([p.flatten() for p in pieces]) for _, pieces in together]
@@ -164,8 +179,7 @@ def all_differ(tensors: Masks) -> bool:
 def seeds_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """The same seed draws the same, another one something else; the ranks stay in step."""
     found = Findings()
-    models = {**MODELS, "Llama, sdpa": (lambda: llama("sdpa"), "llama.yaml")}
-    for name, (make, plan) in models.items():
+    for name, (make, plan) in {**MODELS, **BARE, **FUSED}.items():
         model = sharded(make(), mesh, sp, plan)
         ids = token_ids(2, 13, 7)
         loss, grads = run(model, ids, 8)
@@ -189,8 +203,7 @@ def seeds_job(mesh: DeviceMesh, sp: bool) -> Errors:
 def checkpointing_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """Recomputed masks are those of the forward: gradients are those without recomputation."""
     found = Findings()
-    models = {**MODELS, "Llama, sdpa": (lambda: llama("sdpa"), "llama.yaml")}
-    for name, (make, plan) in models.items():
+    for name, (make, plan) in {**MODELS, **FUSED}.items():
         model = sharded(make(), mesh, sp, plan)
         ids = token_ids(2, 13, 10)
         loss, grads = run(model, ids, 11)
@@ -214,7 +227,7 @@ def training_job(mesh: DeviceMesh, sp: bool) -> Errors:
     for name, (make, plan) in MODELS.items():
         model = sharded(make(), mesh, sp, plan)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for i in range(3):
+        for i in range(2):
             objective(model, token_ids(2, 13, i)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -228,12 +241,11 @@ def training_job(mesh: DeviceMesh, sp: bool) -> Errors:
 
 @SIZES
 @MODES
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", [*MODELS, *BARE])
 def test_masks_put_together_make_an_unsharded_run(
     ranks: Ranks, tp: int, sp: bool, name: str
 ) -> None:
-    for length in (16, 13):
-        assert beyond(ranks.run(tp, parity_job, sp, name, length)) == {}
+    assert beyond(ranks.run(tp, parity_job, sp, name)) == {}
 
 
 @SIZES
