@@ -23,6 +23,7 @@ PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo.convert_frame",
     "torch._dynamo.backends.debugging",
+    "torch._inductor.pattern_matcher",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 ]

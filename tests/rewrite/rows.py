@@ -18,7 +18,6 @@ from tpplan.comm.rows import RowsTensor
 _DECODER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "vocab_size": VOCAB,
     "max_position_embeddings": 64,
@@ -29,7 +28,6 @@ _DECODER: dict[str, Any] = {
 }
 _GPT: dict[str, Any] = {
     "n_embd": 32,
-    "n_layer": 2,
     "n_head": 4,
     "n_positions": 64,
     "vocab_size": VOCAB,
@@ -55,11 +53,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
 ALL = tuple(CASES)
 
 
-def built(case: str, seed: int = 1, device: str = "cpu") -> Any:
+def built(case: str, seed: int = 1, device: str = "cpu", layers: int = 2) -> Any:
     """The whole model of a case, in training mode."""
     import transformers
 
-    _, family, config, _ = CASES[case]
+    _, family, sizes, _ = CASES[case]
+    config = {**sizes, "n_layer" if "n_embd" in sizes else "num_hidden_layers": layers}
     kind = {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
     with torch.device(device):
         model = getattr(transformers, kind)(getattr(transformers, f"{family}Config")(**config))

@@ -154,10 +154,9 @@ def checkpoint_job(mesh: DeviceMesh, sp: bool, case: str) -> Errors:
         "tp 2": lambda m: sharded(case, m, half, sp),
         "tp 4": lambda m: sharded(case, m, mesh, sp),
     }
-    for source, target in (("tp 4", "whole"), ("tp 4", "tp 2"), ("whole", "tp 4")):
-        title = f"{case}, {source} to {target}"
-        with found.case(title), folder(mesh) as path:
-            saved, loaded = trained(case, 1, shards[source]), trained(case, 2, shards[target])
+    for source, targets in (("tp 4", ("whole", "tp 2")), ("whole", ("tp 4",))):
+        with found.case(f"{case}, {source}"), folder(mesh) as path:
+            saved = trained(case, 1, shards[source])
             state = {
                 "model": get_model_state_dict(saved[0]),
                 "optimizer": get_optimizer_state_dict(*saved),
@@ -165,17 +164,18 @@ def checkpoint_job(mesh: DeviceMesh, sp: bool, case: str) -> Errors:
             dcp.save(state, checkpoint_id=path)
             saved_as = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
             for name, p in saved[0].named_parameters():
-                found.add(
-                    f"{title}: shape of {name}", same(saved_as[f"model.{name}"].size == p.shape)
-                )
-            into = {
-                "model": get_model_state_dict(loaded[0]),
-                "optimizer": get_optimizer_state_dict(*loaded),
-            }
-            dcp.load(into, checkpoint_id=path)
-            set_model_state_dict(loaded[0], into["model"])
-            set_optimizer_state_dict(*loaded, into["optimizer"])
-            found.add(title, states_differ(saved, loaded))
+                fits = saved_as[f"model.{name}"].size == p.shape
+                found.add(f"{case}, {source}: shape of {name}", same(fits))
+            for target in targets:
+                loaded = trained(case, 2, shards[target])
+                into = {
+                    "model": get_model_state_dict(loaded[0]),
+                    "optimizer": get_optimizer_state_dict(*loaded),
+                }
+                dcp.load(into, checkpoint_id=path)
+                set_model_state_dict(loaded[0], into["model"])
+                set_optimizer_state_dict(*loaded, into["optimizer"])
+                found.add(f"{case}, {source} to {target}", states_differ(saved, loaded))
     return found.errors
 
 
