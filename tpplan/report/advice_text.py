@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpplan.report.advise import USABLE, Advice, Choice, Size
-from tpplan.report.text import size
+from tpplan.report.text import duration, size
 
 
 def render(advice: Advice, width: int = 120) -> str:
@@ -67,7 +67,7 @@ def _cells(found: Size) -> tuple[str, ...]:
         "recomputed" if best.checkpointing else "kept",
         size(best.bytes),
         "yes" if best.fits else "no",
-        seconds(best.seconds),
+        duration(best.seconds),
         f"{100 * best.communication / best.seconds:.0f} %",
         f"{100 * best.idle / best.seconds:.0f} %",
         f"{best.tokens:,.0f}",
@@ -83,7 +83,7 @@ def _verdict(advice: Advice) -> Text:
             text.append(f"The least that a GPU needs is {size(least.bytes)}, with {_named(least)}.")
     else:
         text.append(f"Choose {_named(best)}", style="bold")
-        text.append(f": {seconds(best.seconds)} a step, {size(best.bytes)} per GPU.")
+        text.append(f": {duration(best.seconds)} a step, {size(best.bytes)} per GPU.")
     for found in advice.sizes:
         for line in _reasons(found, best):
             text.append(f"\n  tp {found.tp}: {line}")
@@ -105,11 +105,3 @@ def _named(choice: Choice) -> str:
     mode = " with sequence parallelism" if choice.sequence_parallel else ""
     again = ", layers recomputed" if choice.checkpointing else ""
     return f"tp {choice.tp}{mode}, pp {choice.pp}, dp {choice.dp}{again}"
-
-
-def seconds(value: float) -> str:
-    """A time in the unit that suits it."""
-    for limit, factor, unit in ((1.0, 1, "s"), (1e-3, 1e3, "ms")):
-        if value >= limit:
-            return f"{value * factor:.2f} {unit}"
-    return f"{value * 1e6:.0f} µs"
