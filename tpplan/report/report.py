@@ -29,6 +29,8 @@ class Report:
         other: the same with activation checkpointing where ``run`` is without, and without where
             it is with; None where that could not be run.
         executed: of each stack of equal layers, how many were executed and how many there are.
+        companions: the same step at other tps and in the other mode, to compare it with.
+        refused: those that could not be compiled, and why.
     """
 
     model: str
@@ -40,6 +42,8 @@ class Report:
     run: Execution
     other: Execution | None = None
     executed: Mapping[str, tuple[int, int]] = FrozenMap()
+    companions: tuple[Report, ...] = ()
+    refused: Mapping[str, str] = FrozenMap()
 
     @property
     def steps(self) -> Sequence[Step]:
@@ -100,6 +104,12 @@ class Report:
             "parameter_counts": dict(self.parameter_counts),
             "memory": self.memory.to_dict(),
         }
+
+    def to_html(self, command: str | None = None) -> str:
+        """One self-contained page; ``command``: the command line that made the report."""
+        from tpplan.report.html import render_html
+
+        return render_html(self, command=command)
 
     def __str__(self) -> str:
         from tpplan.report.text import render
