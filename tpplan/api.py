@@ -17,7 +17,7 @@ from tpplan.compat import fake_world
 from tpplan.language import Diagnostic, Plan, PlanError, load, parse_mapping
 from tpplan.planner import CompiledPlan, compile_plan
 from tpplan.proof import Verification
-from tpplan.report import Report, Setting, Training, with_labels
+from tpplan.report import HardwareSource, Report, Setting, Training, with_labels
 from tpplan.report.optimizers import OptimizerSource, optimizer_named
 from tpplan.report.rehearse import rehearse
 from tpplan.rewrite import apply, plan_of
@@ -119,6 +119,7 @@ def dry_run(
     master_weights: bool = True,
     checkpointing: bool = False,
     fold: bool = True,
+    hardware: HardwareSource = "h100-nvlink",
 ) -> Report:
     """What ``plan`` does to ``model`` on ``tp`` ranks: placements, collectives, memory, time.
 
@@ -137,9 +138,10 @@ def dry_run(
         checkpointing: whether every layer is recomputed in the backward pass. The report has the
             memory of both.
         fold: whether of equal layers only a few are executed; their repetition is checked.
+        hardware: what it is timed on: a shipped profile's name, a YAML file, or a ``Hardware``.
 
     Raises:
-        PlanError: as ``parallelize`` does.
+        PlanError: as ``parallelize`` does, and where there is no such hardware.
         ValueError: where there is no such optimizer, or the model takes no labels.
     """
     loaded = load_plan(plan, model)
@@ -147,7 +149,7 @@ def dry_run(
     if loss:
         inputs = with_labels(model, inputs, batch, seq)
     setting = Setting(loaded, tp, sequence_parallel, kernels, inputs)
-    return report.dry_run(model, setting, batch, seq, training, fold)
+    return report.dry_run(model, setting, batch, seq, training, fold, hardware)
 
 
 def check(

@@ -80,13 +80,16 @@ class Broken:
 Node = Scalar | SequenceNode | MappingNode | Broken
 
 
-def read_tree(text: str, file: str) -> tuple[Node | None, list[Diagnostic]]:
+def read_tree(text: str, file: str, what: str = "plan") -> tuple[Node | None, list[Diagnostic]]:
     """The document's root node, None if it is empty, and everything that YAML has and plans don't.
+
+    Args:
+        what: what messages call the document.
 
     Raises:
         PlanError: where the text is not YAML at all.
     """
-    reader = _Reader(text.removeprefix("\ufeff"), file)
+    reader = _Reader(text.removeprefix("\ufeff"), file, what)
     return reader.read(), reader.problems
 
 
@@ -102,9 +105,10 @@ class _Open:
 class _Reader:
     """Builds nodes from YAML's events with a stack of its own, so that no nesting overflows it."""
 
-    def __init__(self, text: str, file: str) -> None:
+    def __init__(self, text: str, file: str, what: str) -> None:
         self.text = text
         self.file = file
+        self.what = what
         self.lines = _LINE_BREAK.split(text)
         self.problems: list[Diagnostic] = []
         self.open: list[_Open] = []
@@ -116,12 +120,12 @@ class _Reader:
         documents = 0
         for count, event in enumerate(self.events()):
             if count == MAX_NODES:
-                message = "the plan is far too large: no model needs as many rules"
+                message = f"the {self.what} is far too large"
                 raise PlanError([Diagnostic(message, self.between(event))])
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents == 2:
-                    message = "a plan is one YAML document, but here a second one starts"
+                    message = f"a {self.what} is one YAML document, but here a second one starts"
                     self.problem(message, self.between(event))
             elif isinstance(event, yaml.NodeEvent):
                 self.node(event)
@@ -154,14 +158,14 @@ class _Reader:
         position = self.between(event)
         if isinstance(event, yaml.AliasEvent):
             message = (
-                f"YAML reads {quoted(f'*{event.anchor}')} as an alias, which plans do not have"
+                f"YAML reads {quoted(f'*{event.anchor}')} as an alias, which a {self.what} has not"
             )
             self.problem(message, position, f'quote the pattern: "*{event.anchor}"')
             self.attach(Broken(position))
             return
         if event.anchor is not None:
             message = (
-                f"YAML reads {quoted(f'&{event.anchor}')} as an anchor, which plans do not have"
+                f"YAML reads {quoted(f'&{event.anchor}')} as an anchor, which a {self.what} has not"
             )
             hint = "write a value out wherever it is needed, and quote a text that starts with '&'"
             self.problem(message, position, hint)
@@ -169,14 +173,16 @@ class _Reader:
         if tag is not None:
             name = tag.replace(_TAG_PREFIX, "!!") if tag.startswith(_TAG_PREFIX) else tag
             hint = "leave the tag away, and quote a text that starts with '!'"
-            self.problem(f"the YAML tag {quoted(name)} is not allowed in a plan", position, hint)
+            self.problem(
+                f"the YAML tag {quoted(name)} is not allowed in a {self.what}", position, hint
+            )
         if isinstance(event, yaml.ScalarEvent):
             nameless = event.anchor is not None and not event.value
             broken = tag is not None or nameless
             self.attach(Broken(position) if broken else self.scalar(event, position))
             return
         if len(self.open) == MAX_DEPTH:
-            message = f"a plan is nested at most {MAX_DEPTH} levels deep"
+            message = f"a {self.what} is nested at most {MAX_DEPTH} levels deep"
             raise PlanError([*self.problems, Diagnostic(message, position)])
         self.open.append(_Open(event, broken=tag is not None))
 

@@ -21,6 +21,7 @@ from tpplan.planner.folding import (
 from tpplan.planner.match import match
 from tpplan.planner.shadow import call_for
 from tpplan.report.execute import Call, Execution, Training, execute
+from tpplan.report.hardware import DEFAULT, HardwareSource, load_hardware
 from tpplan.report.report import Report
 from tpplan.report.unfold import NotRepeatingError, unfold
 
@@ -65,6 +66,7 @@ def dry_run(
     seq: int,
     training: Training,
     fold: bool = True,
+    hardware: HardwareSource = DEFAULT,
 ) -> Report:
     """What ``setting`` does to ``model``: one training step on its ranks, executed abstractly.
 
@@ -74,18 +76,24 @@ def dry_run(
     Args:
         batch, seq: the shape of the token ids, where the setting has no inputs.
         fold: whether of equal layers only some are executed.
+        hardware: what it is timed on.
 
     Raises:
-        PlanError: as ``parallelize`` does.
+        PlanError: as ``parallelize`` does, and where there is no such hardware.
     """
+    timed_on = load_hardware(hardware)
     call = call_for(model, setting.inputs, batch, seq)
     folds = find_folds(model, match(setting.plan, model)[0]) if fold else ()
     found = _folded(model, setting, call, training, folds) if folds else None
     executed = FrozenMap({f.stack: (f.kept, f.length) for f in folds} if found else None)
     if found is None:
         compiled = setting.compile(model)
-        run = execute(model, compiled, call, training)
-        found = compiled, run, _other(lambda other: execute(model, compiled, call, other), training)
+        stacks = _stacks(compiled)
+
+        def whole(training: Training) -> Execution:
+            return execute(model, compiled, call, training, stacks)
+
+        found = compiled, whole(training), _other(whole, training)
     compiled, run, other = found
     buffers = {id(b): b.numel() * b.element_size() for b in model.buffers()}
     return Report(
@@ -98,7 +106,15 @@ def dry_run(
         run,
         other,
         executed,
+        timed_on,
     )
+
+
+def _stacks(compiled: CompiledPlan) -> tuple[str, ...]:
+    """The lists of modules that the elements of the layer stack are in."""
+    elements = (path for path, plan in compiled.modules.items() if plan.element is not None)
+    places = (path.rpartition(".") for path in elements)
+    return tuple(dict.fromkeys(stack for stack, _, name in places if name.isdigit()))
 
 
 def _folded(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,8 +12,10 @@ from tpplan.language import FrozenMap
 from tpplan.layout import Rows
 from tpplan.planner import CompiledPlan, ParameterPlan
 from tpplan.report.execute import Execution, Training
+from tpplan.report.hardware import DEFAULT, Hardware, load_hardware
 from tpplan.report.memory import Memory, memory_of
 from tpplan.report.steps import PHASES, Collective, Step, counts
+from tpplan.report.timing import Span, TimeSummary, summarize, timeline
 
 JSON_VERSION = 1
 
@@ -29,6 +31,7 @@ class Report:
         other: the same with activation checkpointing where ``run`` is without, and without where
             it is with; None where that could not be run.
         executed: of each stack of equal layers, how many were executed and how many there are.
+        hardware: what it is timed on.
         companions: the same step at other tps and in the other mode, to compare it with.
         refused: those that could not be compiled, and why.
     """
@@ -42,6 +45,7 @@ class Report:
     run: Execution
     other: Execution | None = None
     executed: Mapping[str, tuple[int, int]] = FrozenMap()
+    hardware: Hardware = field(default_factory=lambda: load_hardware(DEFAULT))
     companions: tuple[Report, ...] = ()
     refused: Mapping[str, str] = FrozenMap()
 
@@ -78,6 +82,18 @@ class Report:
         return memory_of(self.compiled, self.other.steps, self.other.optimizer, self.buffers)
 
     @cached_property
+    def time(self) -> TimeSummary:
+        """How long the first rank takes, as modelled."""
+        whole = self.other if self.training.checkpointing else None
+        flops = None if whole is None else sum(step.flops for step in whole.steps)
+        return summarize(self.steps, self.hardware, flops)
+
+    @cached_property
+    def timeline(self) -> tuple[Span, ...]:
+        """What it does when, as modelled."""
+        return timeline(self.steps, self.hardware)
+
+    @cached_property
     def parameter_counts(self) -> Mapping[str, int]:
         """Parameters of the whole model, and of the first rank."""
         entries = self.compiled.parameters.values()
@@ -103,6 +119,8 @@ class Report:
             "parameters": [_parameter(e) for e in compiled.parameters.values()],
             "parameter_counts": dict(self.parameter_counts),
             "memory": self.memory.to_dict(),
+            "time": self.time.to_dict(),
+            "hardware": self.hardware.to_dict(),
         }
 
     def to_html(self, command: str | None = None) -> str:

@@ -74,7 +74,7 @@ class Step:
         module: path of the innermost module the ops belong to.
         element: the module of a stack that was entered last; None before the first.
         matmuls: ops that are counted in FLOPs, with how often each occurs.
-        moved: bytes read and written by all other ops, views aside.
+        moved: bytes read and written by all other ops, views and collectives aside.
         ops: how many ops those were, matmuls included.
         net: bytes allocated less bytes freed; peak: the most that was allocated at once, over what
             was when the step began; gradients: bytes of ``net`` that are gradients of parameters,
@@ -98,10 +98,15 @@ class Step:
         return sum(matmul.flops * count for matmul, count in self.matmuls)
 
 
+def data_bytes(shape: Iterable[int], dtype: str) -> int:
+    """Bytes of a tensor."""
+    size: int = math.prod(shape) * getattr(torch, dtype).itemsize
+    return size
+
+
 def ring_bytes(kind: str, ranks: int, shape: Iterable[int], dtype: str) -> int:
     """Bytes that a rank sends with a ring algorithm; see ``Collective``."""
-    data: int = math.prod(shape) * getattr(torch, dtype).itemsize
-    return (2 if kind == "all_reduce" else 1) * (ranks - 1) * data // ranks
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1) * data_bytes(shape, dtype) // ranks
 
 
 def counts(collectives: Iterable[Collective], phase: str) -> dict[str, int]:

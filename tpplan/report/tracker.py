@@ -164,10 +164,10 @@ class Tracker(Recorder):
         new = [t for t in made if t.untyped_storage()._cdata not in theirs]
         for tensor in new:
             self._note(tensor.untyped_storage())
-        if new or func._schema.is_mutable:
-            self._count(func, args, kwargs or {}, out, [*given, *made])
         if len(self.collectives) > before:
             self._close(self.collectives[-1])
+        elif new or func._schema.is_mutable:
+            self._count(func, args, kwargs or {}, out, [*given, *made])
         return out
 
     def _enter_step(self) -> None:
