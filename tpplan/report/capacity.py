@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tpplan.report import charts
 from tpplan.report.markup import (
@@ -29,6 +29,9 @@ def mode(report: Report) -> str:
 
 # --- memory
 
+_WHOLE = "no parallelism"
+# how many times as long the longest bar must be for the others to be drawn once more
+_ENLARGED = 3
 _PARTS = {
     "parameters": "parameters and buffers",
     "gradients": "gradients there at that time",
@@ -40,21 +43,8 @@ _PARTS = {
 
 def memory(report: Report, others: Sequence[Report]) -> Html:
     """Bars of what a rank holds, with and without parallelism and checkpointing."""
-    held = list(_variants(report, others))
+    held = dict(_variants(report, others))
     limit = report.hardware.memory
-    stacks = [
-        charts.Stack(
-            name,
-            f"{size(found.peak_per_rank)}, {share(found.peak_per_rank, limit)} of the GPU's memory",
-            tuple((class_, _PARTS[class_], value) for class_, value in _parts(found).items()),
-        )
-        for name, found in held
-    ]
-    described = "; ".join(f"{s.name}: {s.total}" for s in stacks)
-    name = f"{report.hardware.name}: {size(limit)}"
-    chart = charts.stacked_bars(
-        "memory-bars", "Peak memory of a rank", described, stacks, (name, limit), size
-    )
     lead = tag(
         "p",
         "The most that a rank holds, at the peak of forward and backward, and what the optimizer's "
@@ -64,18 +54,51 @@ def memory(report: Report, others: Sequence[Report]) -> Html:
         badge("tracked"),
         ".",
     )
-    key = charts.legend({**_PARTS, "limit": "the GPU's memory"})
-    return section("memory", "Memory of a rank", lead, key, chart, _memory_table(held, limit))
+    key = charts.legend({**_PARTS, "limit": _limit(report)})
+    parts = [lead, key, _bars("memory-bars", "Peak memory of a rank", held, limit)]
+    sharded = {name: m for name, m in held.items() if not name.startswith(_WHOLE)}
+    largest = max((m.peak_per_rank for m in sharded.values()), default=0)
+    if sharded and max(m.peak_per_rank for m in held.values()) > _ENLARGED * largest:
+        parts.append(tag("h3", "The sharded ones at a larger scale"))
+        parts.append(_bars("memory-sharded", "Peak memory of a rank, enlarged", sharded, limit))
+    parts.append(_memory_table(held, limit))
+    return section("memory", "Memory of a rank", *parts)
+
+
+def _bars(name: str, title: str, held: Mapping[str, Memory], limit: float) -> Html:
+    stacks = [
+        charts.Stack(
+            variant,
+            size(found.peak_per_rank),
+            tuple((class_, _PARTS[class_], value) for class_, value in _parts(found).items()),
+        )
+        for variant, found in held.items()
+    ]
+    described = "; ".join(f"{stack.name}: {stack.total}" for stack in stacks)
+    return charts.stacked_bars(name, title, described, stacks, limit, size, _round_size)
+
+
+def _limit(report: Report) -> str:
+    return f"a GPU's memory: {size(report.hardware.memory)} ({report.hardware.name})"
+
+
+def _round_size(count: float) -> str:
+    """A power of two of bytes, short."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:g} {unit}"
+        count /= 1024
+    return f"{count:g} TiB"
 
 
 def _variants(report: Report, others: Sequence[Report]) -> Iterator[tuple[str, Memory]]:
     tp = report.compiled.tp
     chosen = {_variant(r): r for r in (report, *others) if r.compiled.tp in (1, tp)}
-    order = sorted(chosen, key=lambda key: (key != "no parallelism", len(key)))
+    order = sorted(chosen, key=lambda key: (key != _WHOLE, len(key)))
     for name in order:
         found = chosen[name]
         for checkpointed, held in _both(found):
-            yield name + (", activation checkpointing" if checkpointed else ""), held
+            yield name + (", checkpointing" if checkpointed else ""), held
 
 
 def _both(report: Report) -> Iterator[tuple[bool, Memory]]:
@@ -89,7 +112,7 @@ def _both(report: Report) -> Iterator[tuple[bool, Memory]]:
 
 def _variant(report: Report) -> str:
     tp = report.compiled.tp
-    return "no parallelism" if tp == 1 else f"{mode(report)}, tp {tp}"
+    return _WHOLE if tp == 1 else f"{mode(report)}, tp {tp}"
 
 
 def _parts(held: Memory) -> dict[str, int]:
@@ -107,7 +130,7 @@ def _parts(held: Memory) -> dict[str, int]:
     }
 
 
-def _memory_table(held: Sequence[tuple[str, Memory]], limit: float) -> Html:
+def _memory_table(held: Mapping[str, Memory], limit: float) -> Html:
     columns = (
         Column("of a rank"),
         Column("parameters", numeric=True, certainty="exact"),
@@ -120,7 +143,7 @@ def _memory_table(held: Sequence[tuple[str, Memory]], limit: float) -> Html:
         Column("of the GPU's", numeric=True),
     )
     rows = []
-    for name, found in held:
+    for name, found in held.items():
         peaks = found.peaks
         rows.append(
             (
@@ -160,8 +183,8 @@ def _curves(report: Report, runs: Sequence[Report]) -> list[Html]:
     limit = report.hardware.memory
     peaks = []
     for class_, name, wanted in (
-        ("first", "peak memory", False),
-        ("second", "peak memory with activation checkpointing", True),
+        ("first", "without activation checkpointing", False),
+        ("second", "with activation checkpointing", True),
     ):
         found = [(r.compiled.tp, m) for r in runs for c, m in _both(r) if c == wanted]
         if found:
@@ -173,30 +196,32 @@ def _curves(report: Report, runs: Sequence[Report]) -> list[Html]:
         f"with {report.hardware.node} GPUs in a node. Time and memory have logarithmic scales, on "
         "which halving with each doubling of tp is a straight line.",
     )
-    key = charts.legend({line.class_: line.name for line in peaks} | {"limit": "the GPU's memory"})
-    bound = (report.hardware.name, limit)
+    bound = ("a GPU's memory", limit)
     made = [
-        _figure(report, "time", "Step time", "modelled", [_times(runs)], duration, True),
-        _figure(report, "peak", "Peak memory of a rank", "tracked", peaks, size, True, bound),
-        _figure(report, "share", "Time not hidden", "modelled", [_shares(runs)], _percent, False),
+        _figure(report, "Step time", "modelled", [_times(runs)], duration, duration, True),
+        _figure(report, "Peak memory", "tracked", peaks, size, _round_size, True, bound),
+        _figure(report, "Communication", "modelled", _shares(runs), _percent, _percent, False),
     ]
-    return [lead, key, tag("div", *made, class_="charts"), _scaling_table(runs, limit)]
+    return [lead, tag("div", *made, class_="charts"), _scaling_table(runs, limit)]
 
 
 def _times(runs: Sequence[Report]) -> charts.Line:
-    points = tuple((float(r.compiled.tp), r.time.seconds) for r in runs)
-    return charts.Line("first", "step time", points)
+    points = tuple((float(r.compiled.tp), r.time.total.seconds) for r in runs)
+    return charts.Line("first", "time of a step", points)
 
 
-def _shares(runs: Sequence[Report]) -> charts.Line:
-    points = tuple((float(r.compiled.tp), _communication(r)) for r in runs)
-    return charts.Line("first", "communication", points)
-
-
-def _communication(report: Report) -> float:
-    """The share of a step's time that is communication."""
-    total = report.time.seconds
-    return report.time.communication / total if total else 0.0
+def _shares(runs: Sequence[Report]) -> list[charts.Line]:
+    every, exposed = [], []
+    for run in runs:
+        total = run.time.total
+        whole = total.seconds or 1.0
+        tp = float(run.compiled.tp)
+        every.append((tp, total.communication / whole))
+        exposed.append((tp, (total.communication - total.overlappable) / whole))
+    return [
+        charts.Line("first", "share of the step's time", tuple(every)),
+        charts.Line("second", "of that, what could not run beside matmuls", tuple(exposed)),
+    ]
 
 
 def _percent(part: float) -> str:
@@ -205,11 +230,11 @@ def _percent(part: float) -> str:
 
 def _figure(
     report: Report,
-    name: str,
     title: str,
     certainty: Certainty,
     lines: Sequence[charts.Line],
     shown: Callable[[float], str],
+    axis: Callable[[float], str],
     logarithmic: bool,
     limit: tuple[str, float] | None = None,
 ) -> Html:
@@ -218,16 +243,19 @@ def _figure(
         for line in lines
     )
     chart = charts.line_chart(
-        f"scaling-{name}",
+        f"scaling-{title.lower().replace(' ', '-')}",
         f"{title} over tp",
         described,
         lines,
         shown,
+        axis,
         logarithmic,
         float(report.compiled.tp),
         limit,
     )
-    return tag("div", tag("h3", title, " ", badge(certainty)), chart, class_="chart")
+    meanings = {line.class_: line.name for line in lines}
+    key = charts.legend(meanings | ({"limit": limit[0]} if limit else {}))
+    return tag("div", tag("h3", title, " ", badge(certainty)), chart, key, class_="chart")
 
 
 def _scaling_table(runs: Sequence[Report], limit: float) -> Html:
@@ -249,9 +277,9 @@ def _scaling_table(runs: Sequence[Report], limit: float) -> Html:
         rows.append(
             (
                 run.compiled.tp,
-                duration(run.time.seconds),
-                duration(run.time.communication),
-                _percent(_communication(run)),
+                duration(run.time.total.seconds),
+                duration(run.time.total.communication),
+                share(run.time.total.communication, run.time.total.seconds),
                 size(sum(c.bytes for c in run.collectives)),
                 size(run.memory.parameters_per_rank),
                 *(size(held[c].peak_per_rank) if c in held else "" for c in (False, True)),

@@ -44,11 +44,9 @@ def _label(x: float | str, y: float, content: str, class_: str = "", anchor: str
     return tag("text", content, x=at, y=_n(y), class_=class_ or None, text_anchor=anchor)
 
 
-def _line(
-    x1: float | str, y1: float, x2: float | str, y2: float, class_: str, marker: str | None = None
-) -> Html:
+def _line(x1: float | str, y1: float, x2: float | str, y2: float, class_: str) -> Html:
     a, b = (x if isinstance(x, str) else _n(x) for x in (x1, x2))
-    return tag("line", x1=a, y1=_n(y1), x2=b, y2=_n(y2), class_=class_, marker_end=marker)
+    return tag("line", x1=a, y1=_n(y1), x2=b, y2=_n(y2), class_=class_)
 
 
 def legend(entries: Mapping[str, str]) -> Html:
@@ -65,12 +63,16 @@ def legend(entries: Mapping[str, str]) -> Html:
 
 @dataclass(frozen=True)
 class Block:
-    """A span of a timeline: when, in which lane, of which class; labels from long to short."""
+    """Something in a lane of a timeline.
+
+    Attributes:
+        parts: (class, seconds) one after the other.
+        labels: from long to short; the longest that fits is written on it.
+    """
 
     start: float
-    seconds: float
     lane: str
-    class_: str
+    parts: tuple[tuple[str, float], ...]
     title: str
     labels: tuple[str, ...]
 
@@ -103,17 +105,19 @@ def timeline(
 
 
 def _block(block: Block, x: float, top: float, scale: float) -> Html:
-    width = max(block.seconds * scale, 0.6)
-    parts = [
-        tag("title", block.title),
-        tag("rect", x=_n(x), y=_n(top), width=_n(width), height=_n(_LANE), class_=block.class_),
-    ]
-    fits = [label for label in block.labels if len(label) * _CHARACTER + 6 <= width]
+    shapes: list[Html] = [tag("title", block.title)]
+    widest, middle, colour = 0.0, x, ""
+    for class_, seconds in block.parts:
+        width = max(seconds * scale, 0.6)
+        box = {"x": _n(x), "y": _n(top), "width": _n(width), "height": _n(_LANE)}
+        shapes.append(tag("rect", **box, class_=class_))
+        if width > widest:
+            widest, middle, colour = width, x + width / 2, class_
+        x += width
+    fits = [label for label in block.labels if len(label) * _CHARACTER + 6 <= widest]
     if fits:
-        parts.append(
-            _label(x + width / 2, top + _LANE / 2 + 4, fits[0], f"on {block.class_}", "middle")
-        )
-    return tag("g", *parts)
+        shapes.append(_label(middle, top + _LANE / 2 + 4, fits[0], f"on {colour}", "middle"))
+    return tag("g", *shapes)
 
 
 def _ticks(most: float, number: int) -> list[float]:
@@ -143,18 +147,18 @@ def stacked_bars(
     title: str,
     description: str,
     stacks: Sequence[Stack],
-    limit: tuple[str, float] | None,
+    limit: float,
     shown: Callable[[float], str],
+    axis: Callable[[float], str],
 ) -> Html:
     """Horizontal bars one under another; lengths are per cent of the width, texts are not scaled.
 
     Args:
-        limit: the name and the value of a line across all bars.
-        shown: a value as text.
+        limit: the value of a line across every bar.
+        shown: a value as text; axis: a power of two as a short one.
     """
-    longest = max(sum(v for _, _, v in s.parts) for s in stacks)
-    most = 1.02 * max(longest, limit[1] if limit else 0)
-    pitch, top = 46.0, 22.0
+    most = 1.02 * max(limit, *(sum(v for _, _, v in s.parts) for s in stacks))
+    pitch, top = 46.0, 0.0
     height = top + pitch * len(stacks) + 24
     parts: list[Html] = []
 
@@ -166,7 +170,7 @@ def stacked_bars(
         x = at(tick * step)
         parts.append(_line(x, top, x, height - 20, "grid"))
         anchor = "start" if not tick else "end" if tick * step > 0.9 * most else "middle"
-        parts.append(_label(x, height - 6, shown(tick * step), "axis", anchor))
+        parts.append(_label(x, height - 6, axis(tick * step), "axis", anchor))
     for index, stack in enumerate(stacks):
         y = top + pitch * index
         parts.append(_label("0%", y + 15, f"{stack.name}: {stack.total}", "bar-name"))
@@ -184,12 +188,7 @@ def stacked_bars(
                 )
                 parts.append(box)
             start += value
-    if limit:
-        x = at(limit[1])
-        near_end = limit[1] > most / 2
-        parts.append(_line(x, 16, x, height - 20, "limit"))
-        where = "0%" if not near_end and limit[1] < 0.03 * most else x
-        parts.append(_label(where, 11, limit[0], "limit-name", "end" if near_end else "start"))
+        parts.append(_line(at(limit), y + 18, at(limit), y + 42, "limit"))
     return _svg(name, title, description, ("100%", height), *parts)
 
 
@@ -211,6 +210,7 @@ def line_chart(
     description: str,
     lines: Sequence[Line],
     shown: Callable[[float], str],
+    axis: Callable[[float], str],
     logarithmic: bool,
     marked: float,
     limit: tuple[str, float] | None = None,
@@ -218,7 +218,7 @@ def line_chart(
     """Lines over powers of two.
 
     Args:
-        shown: a value as text.
+        shown: a value as text; axis: a round one as a short text.
         logarithmic: whether the upright axis is so too.
         marked: the x whose points stand out.
         limit: the name and the value of a line across.
@@ -238,7 +238,7 @@ def line_chart(
     parts: list[Html] = []
     for tick in ticks:
         parts.append(_line(_LEFT, up(tick), _WIDTH, up(tick), "grid"))
-        parts.append(_label(_LEFT - 5, up(tick) + 4, shown(tick), "axis", "end"))
+        parts.append(_label(_LEFT - 5, up(tick) + 4, axis(tick), "axis", "end"))
     for x in xs:
         class_ = "axis marked" if x == marked else "axis"
         parts.append(_label(across(x), _HEIGHT - 10, f"{x:g}", class_, "middle"))

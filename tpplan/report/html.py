@@ -143,8 +143,8 @@ def _key_figures(report: Report) -> Html:
             "Peak memory per rank",
             "tracked",
             size(peak),
-            join([f"{share(peak, limit)} of the GPU's {size(limit)}: ", fits]),
-            *_checkpointing(report),
+            join([f"{share(peak, limit)} a GPU's {size(limit)}: ", fits]),
+            *_peaks(report),
         ),
         _card(
             "Sent per rank and step",
@@ -152,7 +152,7 @@ def _key_figures(report: Report) -> Html:
             size(sum(sent.values())),
             by_phase or "nothing: there is one rank",
         ),
-        _card("Step time", "modelled", duration(report.time.seconds), *_times(report)),
+        _card("Step time", "modelled", duration(report.time.total.seconds), *_times(report)),
     )
     title = tag("h2", "Key figures", id="figures-title")
     return tag(
@@ -164,16 +164,29 @@ def _key_figures(report: Report) -> Html:
     )
 
 
-def _checkpointing(report: Report) -> Iterator[Html]:
+def _peaks(report: Report) -> Iterator[str]:
+    found = ((p, peak.bytes) for p, peak in report.memory.peaks.items())
+    yield ", ".join(f"{phase} {size(most)}" for phase, most in found)
     other = report.other_memory
     if other is not None:
         word = "without" if report.training.checkpointing else "with"
-        yield join([f"{word} activation checkpointing: {size(other.peak_per_rank)}"])
+        found = ((p, peak.bytes) for p, peak in other.peaks.items())
+        peaks = ", ".join(f"{phase} {size(most)}" for phase, most in found)
+        yield f"{word} activation checkpointing: {peaks}"
 
 
-def _times(report: Report) -> Iterator[Html]:
+def _times(report: Report) -> Iterator[str]:
     time = report.time
-    yield join([f"communication: {duration(time.communication)}"])
+    total = time.total
+    phases = (f"{p.replace('_', ' ')} {duration(s.seconds)}" for p, s in time.phases.items())
+    yield ", ".join(phases)
+    if total.communication:
+        part = share(total.communication, total.seconds)
+        yield (
+            f"communication {duration(total.communication)} ({part}), of which "
+            f"{duration(total.overlappable)} could run beside matmuls"
+        )
+    yield f"{share(time.utilisation, 1)} of the peak FLOP/s"
 
 
 def _card(title: str, certainty: Certainty, figure: str, *lines: object) -> Html:
@@ -186,11 +199,9 @@ def _counts(report: Report) -> Html:
     kinds = list(dict.fromkeys(kind for phase in PHASES for kind in report.counts(phase)))
     columns = [Column("phase"), *(Column(k.replace("_", "-"), numeric=True) for k in kinds)]
     rows = [
-        (phase.replace("_", " "), *(found.get(kind, 0) for kind in kinds), size(sent))
+        (phase.replace("_", " "), *(report.counts(phase).get(kind, 0) for kind in kinds))
         for phase in PHASES
-        for found, sent in [(report.counts(phase), report.bytes_sent(phase))]
     ]
-    columns.append(Column("sent per rank", numeric=True))
     shown = table("Collectives of one step, by phase", columns, rows, class_="compact")
     return tag("div", tag("h3", "Collectives", badge("exact")), shown, class_="card wide")
 
@@ -201,7 +212,9 @@ def _modules(report: Report) -> Html:
     lead = tag(
         "p",
         "Modules with parameters and modules that are rewritten; equal elements of a list are one "
-        f"row, with their number. Rules are those of {plan.name}. Sums count every element.",
+        "row, with their number, and sums count them all. Rules are patterns and lines of "
+        f"{plan.name}. A gradient is summed over the ranks where each sees a part of the work. ",
+        badge("exact"),
     )
     tools = tag(
         "div",
@@ -265,7 +278,10 @@ def _footer(report: Report, command: str | None) -> Html:
                 "repeat was checked.",
             )
         )
-    content.append(tag("p", "Made by:"))
+    again = "The command that makes it again"
+    if command is None:
+        again += f", CONFIG being the configuration that this {report.model} was built from"
+    content.append(tag("p", f"{again}:"))
     content.append(tag("pre", tag("code", command or _command(report))))
     python = platform.python_version()
     versions = f"tpplan {tpplan.__version__}, torch {torch.__version__}, Python {python}"
@@ -292,14 +308,14 @@ def _training(training: Training) -> str:
 def _command(report: Report) -> str:
     """As far as the report knows it: not from what the model was built."""
     compiled = report.compiled
-    parts = ["tpplan", "dry-run", _named(compiled.plan)]
+    parts = ["tpplan", "dry-run", _named(compiled.plan), "--model", "CONFIG"]
     parts += ["--tp", str(compiled.tp), "--batch", str(report.batch), "--seq", str(report.seq)]
     if compiled.sequence_parallel != compiled.plan.sequence_parallel:
         parts.append(
             "--sequence-parallel" if compiled.sequence_parallel else "--no-sequence-parallel"
         )
-    parts += ["--hardware", report.hardware.name, "--html", "report.html", "--model"]
-    return f"{shlex.join(parts)} CONFIG  # of {report.model}"
+    parts += ["--hardware", report.hardware.name, "--html", "report.html"]
+    return shlex.join(parts)
 
 
 def _named(plan: Plan) -> str:

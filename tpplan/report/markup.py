@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-_VOID = frozenset({"br", "col", "input", "link", "meta"})
+_VOID = frozenset({"br", "col", "input", "link", "meta", "wbr"})
 Certainty = Literal["exact", "tracked", "modelled"]
 # what stands behind a number, in a line; the page's last section says it at length
 NOTES: dict[Certainty, str] = {
@@ -49,6 +49,11 @@ def tag(name: str, *content: object, **attributes: str | float | bool | None) ->
     return Html(f"<{name}{shown}>{join(content)}</{name}>")
 
 
+def breakable(path: str) -> Html:
+    """A dotted path that may be broken after its dots."""
+    return join(path.split("."), f".{tag('wbr')}")
+
+
 def badge(kind: Certainty) -> Html:
     """How far a number is to be trusted, with a link to what that means."""
     return tag("a", kind, class_=f"badge {kind}", href=f"#about-{kind}", title=NOTES[kind])
@@ -65,14 +70,14 @@ class Column:
 
 
 def table(
-    caption: object,
+    caption: str,
     columns: Sequence[Column],
     rows: Iterable[Sequence[object]],
     footer: Sequence[object] = (),
     stacked: bool = False,
     class_: str = "",
 ) -> Html:
-    """A table, in a region that scrolls by itself where it is wider than the page.
+    """A table.
 
     Args:
         footer: a last row, of sums.
@@ -82,8 +87,9 @@ def table(
 
     def row(cells: Sequence[object], heading: bool = False) -> Html:
         made = []
-        for index, (column, content) in enumerate(zip(columns, cells, strict=True)):
+        for index, (column, cell) in enumerate(zip(columns, cells, strict=True)):
             first = index == 0
+            content = breakable(cell) if column.code and isinstance(cell, str) else cell
             classes = " ".join(n for n in ("numeric", "code") if getattr(column, n))
             made.append(
                 tag(
@@ -122,15 +128,12 @@ def table(
         content.append(tag("tfoot", row(footer, heading=True), role=role("rowgroup")))
     classes = " ".join(c for c in ("stacked" if stacked else "", class_) if c)
     made = tag("table", *content, role=role("table"), class_=classes or None)
-    return tag("div", made, class_="scroll", role="region", aria_label=_plain(caption), tabindex=0)
+    return tag("div", made, class_="scroll") if stacked else scrolling(caption, made)
 
 
-def _plain(content: object) -> str:
-    """The text of a caption, which holds no more than one level of tags."""
-    if not isinstance(content, Html):
-        return str(content)
-    pieces = content.split("<")
-    return "".join([pieces[0], *(piece.partition(">")[2] for piece in pieces[1:])]).strip()
+def scrolling(name: str, *content: object) -> Html:
+    """What scrolls by itself where it is wider than the page, with the keyboard too."""
+    return tag("div", *content, class_="scroll", role="region", aria_label=name, tabindex=0)
 
 
 def section(name: str, title: str, *content: object) -> Html:
@@ -145,7 +148,9 @@ def details(title: object, *content: object, open: bool = False, class_: str | N
 
 
 def share(part: float, whole: float) -> str:
-    """A part in per cent."""
+    """A part in per cent, or as a multiple where it is far more than the whole."""
+    if part >= 2 * whole > 0:
+        return f"{part / whole:.1f} times"
     return f"{100 * part / whole:.1f} %" if whole else "0 %"
 
 

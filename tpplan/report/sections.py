@@ -14,6 +14,7 @@ from tpplan.report.markup import (
     badge,
     details,
     duration,
+    scrolling,
     section,
     table,
     tag,
@@ -22,7 +23,7 @@ from tpplan.report.markup import (
 from tpplan.report.report import Report
 from tpplan.report.steps import PHASES, Collective, Element
 from tpplan.report.text import size
-from tpplan.report.timeline import Span
+from tpplan.report.timing import Span
 
 
 def mode(report: Report) -> str:
@@ -79,7 +80,7 @@ def _phase(report: Report, phase: str) -> Html:
     ]
     total = sum(count * c.bytes for c, count in groups.items())
     footer = ("sum", "", groups.total(), "", "", size(total), "", "")
-    return table(title, columns, rows, footer, stacked=True)
+    return table(title, columns, rows, footer, stacked=True, class_="sites")
 
 
 def _folded(c: Collective) -> Collective:
@@ -90,27 +91,24 @@ def _folded(c: Collective) -> Collective:
 
 
 def timeline(report: Report) -> Html:
-    """One element of the largest stack, forward and backward."""
-    element = _middle(report.timeline)
-    if element is None:
-        return section(
-            "timeline", "Timeline of one layer", tag("p", "The model has no stack of equal layers.")
-        )
-    parts: list[Html] = []
+    """The typical element of the largest stack, forward and backward."""
+    title, layers = "Timeline of one layer", report.time.layers
+    if not layers:
+        return section("timeline", title, tag("p", "The model has no stack of layers."))
+    stack = max(layers, key=lambda name: layers[name].count)
+    element = Element(stack, layers[stack].index)
     spans = {
         phase: [s for s in report.timeline if s.element == element and s.phase == phase]
         for phase in ("forward", "backward")
     }
-    longest = max(_length(found) for found in spans.values())
-    for phase, found in spans.items():
-        if found:
-            parts += _panel(phase, element, found, longest)
-    where = f"{element.stack}.{element.index}"
+    longest = max(map(_length, spans.values()))
     lead = tag(
         "p",
         "What one rank does in ",
-        tag("code", where),
-        f", on {report.hardware.name}; forward and backward are drawn to the same scale. ",
+        tag("code", f"{stack}.{element.index}"),
+        f", the element of median time among {layers[stack].count}, on {report.hardware.name}. "
+        "Forward and backward are drawn to the same scale. Nothing overlaps: what could run beside "
+        "matmuls is marked. ",
         badge("modelled"),
     )
     key = charts.legend(
@@ -118,72 +116,38 @@ def timeline(report: Report) -> Html:
             "flops": "compute, bound by FLOPs",
             "moves": "compute, bound by memory",
             "sends": "communication, exposed",
-            "hidden": "communication that could run beside compute",
+            "hidden": "communication that could run beside matmuls",
         }
     )
-    return section("timeline", "Timeline of one layer", lead, key, *parts)
-
-
-def _middle(spans: Sequence[Span]) -> Element | None:
-    """The middle element of the stack that has most of them."""
-    stacks: dict[str, set[int]] = {}
-    for span in spans:
-        if span.element is not None:
-            stacks.setdefault(span.element.stack, set()).add(span.element.index)
-    if not stacks:
-        return None
-    largest = max(stacks, key=lambda name: len(stacks[name]))
-    indices = sorted(stacks[largest])
-    return Element(largest, indices[len(indices) // 2])
+    panels = (
+        part for phase, found in spans.items() if found for part in _panel(phase, found, longest)
+    )
+    return section("timeline", title, lead, key, *panels)
 
 
 def _length(spans: Sequence[Span]) -> float:
-    if not spans:
-        return 0.0
-    return max(s.start + s.seconds for s in spans) - min(s.start for s in spans)
+    return max((s.start + s.seconds for s in spans), default=0) - _start(spans)
 
 
-def _class(span: Span) -> str:
-    if span.lane == "communication":
-        return "hidden" if span.overlappable else "sends"
-    return "flops" if span.bound == "flops" else "moves"
+def _start(spans: Sequence[Span]) -> float:
+    return min((s.start for s in spans), default=0)
 
 
-def _panel(phase: str, element: Element, spans: Sequence[Span], longest: float) -> Iterator[Html]:
-    first = min(s.start for s in spans)
-    prefix = f"{element.stack}.{element.index}"
-    names = {s: s.module.removeprefix(prefix).strip(".") or "(layer)" for s in spans}
-    blocks = [
-        charts.Block(
-            s.start - first,
-            s.seconds,
-            s.lane,
-            _class(s),
-            f"{names[s]}: {s.what}, {duration(s.seconds)}, bound by {s.bound}",
-            (f"{names[s]}: {s.what}", s.what, names[s], names[s].rpartition(".")[2])
-            if s.lane == "communication"
-            else (names[s], names[s].rpartition(".")[2]),
-        )
-        for s in spans
-    ]
-    sending = [s for s in spans if s.lane == "communication"]
-    exposed = sum(s.seconds for s in sending if not s.overlappable)
+def _panel(phase: str, spans: Sequence[Span], longest: float) -> Iterator[Html]:
+    element = spans[0].element
+    where = f"{element.stack}.{element.index}" if element is not None else ""
+    first = _start(spans)
+    names = [s.module.removeprefix(where).strip(".") or "(layer)" for s in spans]
+    blocks = [_block(s, name, first) for s, name in zip(spans, names, strict=True)]
+    sent = sum(s.seconds for s in spans if s.lane == "communication")
+    beside = sum(s.overlappable for s in spans)
     total = _length(spans)
-    described = (
-        f"{len(spans)} spans in {duration(total)}; communication takes "
-        f"{duration(sum(s.seconds for s in sending))}, of which {duration(exposed)} is exposed."
-    )
-    chart = charts.timeline(f"timeline-{phase}", f"{phase} of {prefix}", described, blocks, longest)
-    yield tag("h3", f"{phase}: {duration(total)}")
-    yield tag(
-        "div",
-        tag("div", chart, class_="timeline"),
-        class_="scroll",
-        role="region",
-        aria_label=f"timeline of the {phase} pass",
-        tabindex=0,
-    )
-    yield tag("p", described, class_="quiet")
+    described = f"{duration(total)}, of which communication {duration(sent)}"
+    if sent:
+        described += f"; {duration(beside)} of that could run beside matmuls"
+    chart = charts.timeline(f"timeline-{phase}", f"{phase} of {where}", described, blocks, longest)
+    yield tag("h3", f"{phase}: {described}")
+    yield scrolling(f"timeline of the {phase} pass", tag("div", chart, class_="timeline"))
     columns = (
         Column("module", code=True),
         Column("what"),
@@ -191,18 +155,37 @@ def _panel(phase: str, element: Element, spans: Sequence[Span], longest: float) 
         Column("starts", numeric=True, certainty="modelled"),
         Column("takes", numeric=True, certainty="modelled"),
         Column("bound by"),
-        Column("beside compute"),
+        Column("could overlap", numeric=True, certainty="modelled"),
     )
     rows = [
         (
-            names[s],
+            name,
             s.what,
             s.lane,
             duration(s.start - first),
             duration(s.seconds),
             s.bound,
-            ("possible" if s.overlappable else "no") if s.lane == "communication" else "",
+            duration(s.overlappable) if s.lane == "communication" else "",
         )
-        for s in spans
+        for s, name in zip(spans, names, strict=True)
     ]
-    yield details(f"{phase} as a table", table(f"{phase} of {prefix}", columns, rows, stacked=True))
+    yield details(f"{phase} as a table", table(f"{phase} of {where}", columns, rows, stacked=True))
+
+
+def _block(span: Span, name: str, first: float) -> charts.Block:
+    short = name.rpartition(".")[2]
+    labels: tuple[str, ...] = (name, short)
+    parts: tuple[tuple[str, float], ...]
+    parts = (("flops" if span.bound == "flops" else "moves", span.seconds),)
+    if span.lane == "communication":
+        kind = span.what.partition(" ")[0].replace("_", "-")
+        labels = (f"{kind}: {name}", f"{kind}: {short}", kind)
+        exposed = span.seconds - span.overlappable
+        parts = (("sends", exposed), ("hidden", span.overlappable))
+    return charts.Block(
+        span.start - first,
+        span.lane,
+        tuple(part for part in parts if part[1] > 0),
+        f"{name}: {span.what}, {duration(span.seconds)}, bound by {span.bound}",
+        labels,
+    )

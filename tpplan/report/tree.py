@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tpplan.planner import CompiledPlan, ModulePlan, ParameterPlan
 from tpplan.planner.match import folded
 from tpplan.report.explain import inferences
-from tpplan.report.markup import Html, badge, details, join, tag, times
+from tpplan.report.markup import Html, breakable, details, join, tag, times
 from tpplan.report.memory import parameter_bytes
 from tpplan.report.text import size
 
@@ -140,16 +140,12 @@ def render_tree(compiled: CompiledPlan, name: str) -> Html:
     head = tag(
         "div",
         tag("span", "module and parameter", class_="name"),
-        *(tag("span", _heading(column), class_="cell") for column in _COLUMNS),
+        *(tag("span", column, class_="cell") for column in _COLUMNS),
         class_="row head",
         aria_hidden="true",
     )
     content = tag("ul", _module(root, "", root.rows <= _ROWS_OPEN, 0), class_="tree")
     return join([head, content])
-
-
-def _heading(column: str) -> Html:
-    return join([column, " ", badge("exact")]) if column.startswith("bytes") else join([column])
 
 
 def _module(node: Node, prefix: str, opened: bool, depth: int) -> Html:
@@ -211,7 +207,7 @@ def _rows(
             times(entry.local_shape),
             size(parameter_bytes(entry, entry.local_shape)),
             _rule(entry),
-            "summed over the ranks" if entry.summed else "own",
+            "summed" if entry.summed else "own",
         )
         shown = [
             tag("span", tag("span", f"{title}: ", class_="title"), cell, class_="cell")
@@ -242,5 +238,5 @@ def _rule(entry: ParameterPlan) -> Html:
     if entry.rule is None:
         return tag("span", "none: small", class_="quiet")
     at = entry.rule.position
-    pattern = f"{entry.rule.pattern.text} (line {at.line})"
-    return join([tag("b", entry.rule.style), " ", tag("code", pattern)])
+    pattern = f"{entry.rule.pattern.text}:{at.line}"
+    return join([tag("b", entry.rule.style), " ", tag("code", breakable(pattern))])
