@@ -35,6 +35,12 @@ def _module(compiled: CompiledPlan, plan: ModulePlan | None, path: str) -> list[
     lines = [_rule(plan)]
     for leaf in plan.parameters:
         lines.append(_parameter(compiled.parameter(f"{path}.{leaf}" if path else leaf)))
+    return [*lines, *inferences(compiled, plan), *served]
+
+
+def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
+    """What was found out about a module beyond its rule and its parameters, a line each."""
+    lines = []
     for boundary in plan.boundaries:
         enters = "all-gathered along the sequence" if compiled.sequence_parallel else "copied in"
         leaves = "reduce-scattered" if compiled.sequence_parallel else "all-reduced"
@@ -68,7 +74,7 @@ def _module(compiled: CompiledPlan, plan: ModulePlan | None, path: str) -> list[
     if plan.kernel is not None:
         kernel = plan.kernel
         lines.append(f"computes {kernel.kind}: {kernel.implementation} ({kernel.reason})")
-    return lines + served
+    return lines
 
 
 def _draws(kind: Draws, sequence_parallel: bool) -> str:

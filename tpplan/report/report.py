@@ -32,6 +32,8 @@ class Report:
             it is with; None where that could not be run.
         executed: of each stack of equal layers, how many were executed and how many there are.
         hardware: what it is timed on.
+        companions: the same step at other tps and in the other mode, to compare it with.
+        refused: those that could not be compiled, and why.
     """
 
     model: str
@@ -44,6 +46,8 @@ class Report:
     other: Execution | None = None
     executed: Mapping[str, tuple[int, int]] = FrozenMap()
     hardware: Hardware = field(default_factory=lambda: load_hardware(DEFAULT))
+    companions: tuple[Report, ...] = ()
+    refused: Mapping[str, str] = FrozenMap()
 
     @property
     def steps(self) -> Sequence[Step]:
@@ -118,6 +122,12 @@ class Report:
             "time": self.time.to_dict(),
             "hardware": self.hardware.to_dict(),
         }
+
+    def to_html(self, command: str | None = None) -> str:
+        """One self-contained page; ``command``: the command line that made the report."""
+        from tpplan.report.html import render_html
+
+        return render_html(self, command=command)
 
     def __str__(self) -> str:
         from tpplan.report.text import render
