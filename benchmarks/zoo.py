@@ -247,10 +247,10 @@ def variant(name: str, seed: int = 1) -> nn.Module:
     return tiny(model_type, seed, **changes)
 
 
-def other(name: str, seed: int = 1) -> nn.Module:
+def other(name: str, seed: int = 1, **changes: Any) -> nn.Module:
     """A model of ``OTHERS``, as `tiny` makes them."""
-    class_name, changes = OTHERS[name]
-    return _built(getattr(transformers, class_name), seed, changes)
+    class_name, own = OTHERS[name]
+    return _built(getattr(transformers, class_name), seed, {**own, **changes})
 
 
 def _built(found: Any, seed: int, changes: Mapping[str, Any]) -> nn.Module:

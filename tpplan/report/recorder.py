@@ -42,6 +42,7 @@ KINDS: Mapping[str, str] = {
     "c10d::broadcast_": "broadcast",
 }
 _OUTSIDE = Site("", "issued outside the rewritten modules")
+_STEPPING = Site("", "norm of the gradients, or the optimizer's own")
 
 
 class Recorder(TorchDispatchMode):
@@ -97,7 +98,10 @@ class Recorder(TorchDispatchMode):
     def _collective(
         self, kind: str, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any
     ) -> Collective:
-        site, self._site = self._site or _OUTSIDE, None
+        site, self._site = self._site, None
+        outside = site is None
+        if site is None:
+            site = _STEPPING if self.phase == "optimizer" else _OUTSIDE
         given = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)] or given
         tensor = max((*given, *made), key=lambda t: t.numel())
@@ -113,7 +117,7 @@ class Recorder(TorchDispatchMode):
             bytes=ring_bytes(kind, group.size(), shape, dtype),
             reason=site.reason,
             rule=site.rule,
-            dimension=self._dimension(group) if site is _OUTSIDE else "tp",
+            dimension=self._dimension(group) if outside else "tp",
             ranks=group.size(),
         )
 

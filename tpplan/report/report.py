@@ -15,7 +15,7 @@ from tpplan.report.execute import Execution, Training
 from tpplan.report.hardware import DEFAULT, Hardware, load_hardware
 from tpplan.report.memory import Memory, memory_of
 from tpplan.report.steps import PHASES, Collective, Step, counts
-from tpplan.report.timing import Span, TimeSummary, summarize, timeline
+from tpplan.report.timing import Span, TimeSummary, flops_by_module, summarize, timeline
 
 JSON_VERSION = 1
 
@@ -118,9 +118,23 @@ class Report:
             "collectives": [c.to_dict() for c in self.collectives],
             "parameters": [_parameter(e) for e in compiled.parameters.values()],
             "parameter_counts": dict(self.parameter_counts),
+            "executed": {stack: list(run) for stack, run in self.executed.items()},
+            "checkpointing": self.training.checkpointing,
             "memory": self.memory.to_dict(),
             "time": self.time.to_dict(),
+            "alternative": self._alternative(),
+            "flops": dict(flops_by_module(self.steps)),
             "hardware": self.hardware.to_dict(),
+        }
+
+    def _alternative(self) -> dict[str, Any] | None:
+        """The run with checkpointing where this one is without, or without."""
+        if self.other is None or self.other_memory is None:
+            return None
+        return {
+            "checkpointing": not self.training.checkpointing,
+            "memory": self.other_memory.to_dict(),
+            "time": summarize(self.other.steps, self.hardware).to_dict(),
         }
 
     def to_html(self, command: str | None = None) -> str:

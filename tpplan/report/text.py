@@ -12,6 +12,7 @@ from tpplan.planner import ParameterPlan
 from tpplan.planner.match import folded
 from tpplan.report.report import Report
 from tpplan.report.steps import PHASES, Collective
+from tpplan.report.timing import flops_by_module
 
 
 def render(report: Report, width: int = 120) -> str:
@@ -28,7 +29,8 @@ def layout(report: Report) -> Group:
         parts += ["", _counts(report), "", _sites(report)]
     else:
         parts += ["", "No collectives: one rank."]
-    return Group(*parts, "", _memory(report), "", _time(report), "", _notes(report))
+    parts += ["", _memory(report), "", _flops(report), "", _time(report), "", _notes(report)]
+    return Group(*parts)
 
 
 def _title(report: Report) -> Text:
@@ -171,7 +173,26 @@ def _memory(report: Report) -> Table:
             peak = memory.peaks[phase]
             where = f", at {folded(peak.module)}" if peak.module else ""
             cells.append(f"{size(peak.bytes)} ({size(peak.activations)}{where})")
-        table.add_row(f"peak of {phase}", *cells)
+        table.add_row(f"peak of {phase} (of it activations)", *cells)
+    return table
+
+
+def _flops(report: Report) -> Table:
+    """What each module computes in a step, identical layers together."""
+    groups: dict[str, list[int]] = {}
+    for path, flops in flops_by_module(report.steps).items():
+        groups.setdefault(folded(path) or "(model)", []).append(flops)
+    table = _table(
+        "Matrix multiplications and attention, of a rank in a step",
+        ("module", "left"),
+        ("×", "right"),
+        ("each", "right"),
+        ("share", "right"),
+    )
+    total = sum(map(sum, groups.values()))
+    for name, found in groups.items():
+        each = f"{max(found) / 1e9:,.1f} GFLOP"
+        table.add_row(name, str(len(found)), each, f"{100 * sum(found) / total:.1f} %")
     return table
 
 
