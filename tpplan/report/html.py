@@ -143,7 +143,7 @@ def _key_figures(report: Report) -> Html:
             "Peak memory per rank",
             "tracked",
             size(peak),
-            join([f"{share(peak, limit)} a GPU's {size(limit)}: ", fits]),
+            join([share(peak, limit, f"a GPU's {size(limit)}"), ": ", fits]),
             *_peaks(report),
         ),
         _card(

@@ -147,11 +147,15 @@ def details(title: object, *content: object, open: bool = False, class_: str | N
     return tag("details", tag("summary", title), *content, open=open, class_=class_)
 
 
-def share(part: float, whole: float) -> str:
-    """A part in per cent, or as a multiple where it is far more than the whole."""
+def share(part: float, whole: float, of: str = "") -> str:
+    """A part in per cent, or as a multiple where it is far more than the whole.
+
+    ``of``: what the whole is, to be named as well.
+    """
     if part >= 2 * whole > 0:
-        return f"{part / whole:.1f} times"
-    return f"{100 * part / whole:.1f} %" if whole else "0 %"
+        return f"{part / whole:.1f} times {of}".rstrip()
+    percent = f"{100 * part / whole:.1f} %" if whole else "0 %"
+    return f"{percent} of {of}" if of else percent
 
 
 def times(shape: Iterable[int]) -> str:
