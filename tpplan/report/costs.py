@@ -61,7 +61,9 @@ def _share(ranks: int) -> float:
 
 
 # Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in
-# MPICH", IJHPCA 19(1), sections 4.1 and 4.4: N - 1 messages of 1/N of the data each
+# MPICH", IJHPCA 19(1), sections 4.1 and 4.4: N - 1 messages of 1/N of the data each (the bucket
+# algorithms of Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication:
+# theory, practice, and experience", CCPE 19(13))
 _RING = Algorithm("ring", lambda n: n - 1, _share)
 
 ALGORITHMS: Mapping[str, tuple[Algorithm, ...]] = {
@@ -75,20 +77,15 @@ ALGORITHMS: Mapping[str, tuple[Algorithm, ...]] = {
         # algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35(12))
         Algorithm("tree", lambda n: 2 * _log2(n), lambda _: 2.0),
     ),
-    "broadcast": (
-        # scatter, then all-gather (van de Geijn's; Chan, Heimlich, Purkayastha and van de Geijn
-        # 2007, "Collective communication: theory, practice, and experience", CCPE 19(13), section
-        # 7)
-        Algorithm("ring", lambda n: _log2(n) + n - 1, lambda n: 2 * _share(n)),
-        Algorithm("tree", _log2, lambda _: 1.0),  # down a double binary tree
-    ),
+    # down a double binary tree
+    "broadcast": (Algorithm("tree", _log2, lambda _: 1.0),),
     # Thakur et al. 2005, section 4.3: pairwise exchange
     "all_to_all": (Algorithm("pairwise", lambda n: n - 1, _share),),
 }
 
 # Between nodes, GPUs of equal place talk over their own share of the network. Where a collective
 # inside the nodes leaves each of them a part of the data, only that part travels (Cho, Finkler,
-# Serrano, Kung and Hunter 2019, "BlueConnect", MLSys; Chan et al. 2007, section 8).
+# Kung and Hunter 2019, "BlueConnect", MLSys).
 _SCATTERED = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
 
 

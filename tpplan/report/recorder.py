@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from tpplan.comm import Site, observe
 from tpplan.report.steps import Collective, ring_bytes
 
-_KINDS: Mapping[str, str] = {
+KINDS: Mapping[str, str] = {
     "_c10d_functional::all_reduce": "all_reduce",
     "_c10d_functional::all_reduce_": "all_reduce",
     "_c10d_functional::all_reduce_coalesced": "all_reduce",
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what it does with local tensors comes back here
         out = func(*args, **(kwargs or {}))
-        kind = _KINDS.get(func._schema.name)
+        kind = KINDS.get(func._schema.name)
         if kind is not None:
             self.collectives.append(self._collective(kind, func, args, kwargs or {}, out))
         return out
