@@ -190,8 +190,8 @@ class Block(nn.Module):
         self.out = nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner: torch.Tensor = getattr(self, EVIL)(x)
-        return x + self.out(inner)
+        changed: torch.Tensor = self.out(getattr(self, EVIL)(x))
+        return x + changed
 
 
 def test_hostile_names_are_text() -> None:
