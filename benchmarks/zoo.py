@@ -326,8 +326,12 @@ def randomize(model: nn.Module, seed: int, std: float = 0.05) -> None:
             parameter.normal_(mean, std, generator=generator)
 
 
-def example(model: nn.Module) -> dict[str, Any]:
-    """Inputs of a tiny model, the same at every call; no id is a special token's."""
+def example(model: nn.Module, padded: bool = False) -> dict[str, Any]:
+    """Inputs of a tiny model, the same at every call; no id is a special token's.
+
+    Args:
+        padded: with a mask that hides the first tokens of one sequence, where the model takes one.
+    """
     generator = torch.Generator().manual_seed(7)
 
     def ids(rows: int = BATCH, length: int = LENGTH) -> Tensor:
@@ -353,6 +357,10 @@ def example(model: nn.Module) -> dict[str, Any]:
     found |= _CALLS.get(config.model_type, lambda ids: {})(ids)
     if "use_cache" in accepted:
         found["use_cache"] = False
+    if padded and "attention_mask" in accepted and "input_ids" in found:
+        mask = torch.ones_like(found["input_ids"])
+        mask[0, :3] = 0
+        found.setdefault("attention_mask", mask)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Iterator
 
@@ -19,31 +20,28 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-# tests of many ranks that take most of the suite's time; what they prove in one combination of tp
-# and mode rarely fails in another
-ROTATED = (
-    "test_rows",
-    "test_dropout",
-    "test_loss",
-    "test_multihead",
-    "test_training",
-    "test_model",
-)
+# how tests.rewrite names the two sizes and the two modes in a test's name
+COMBINATION = re.compile(r"(?<=[\[-])(tp|tp\+sp|\d ranks)(?=[]-])")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tp 2 and 4 in both modes, each of those tests takes two: both sizes and both modes.
+    """Of tp 2 and 4 in both modes, a test that has all four takes two: both sizes, both modes.
 
-    Which two goes by the test's name; ``make thorough`` runs all four.
+    Such tests take most of the suite's time, and what they prove in one combination rarely fails
+    in another. Which two goes by the test's name; ``make thorough`` runs all four.
     """
     if os.environ.get("TPPLAN_TESTS") == "all":
         return
     kept, left = [], []
     for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        rotated = item.path.stem in ROTATED and {"tp", "sp"} <= set(params)
-        turn = zlib.crc32(item.name.partition("[")[0].encode()) % 2 == 0
-        other = rotated and ((params["tp"] == 4) == params["sp"]) != turn
-        (left if other else kept).append(item)
+        # a list of chosen combinations is one mark, and not to be thinned out
+        apart = {"tp", "sp"} <= {mark.args[0] for mark in item.iter_markers("parametrize")}
+        (left if apart and _other(item) else kept).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
+
+
+def _other(item: pytest.Item) -> bool:
+    params = item.callspec.params  # type: ignore[attr-defined]
+    turn = zlib.crc32(COMBINATION.sub("", item.name).encode()) % 2 == 0
+    return ((params["tp"] == 4) == params["sp"]) != turn

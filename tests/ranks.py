@@ -17,6 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 WORLD = 4
 TIMEOUT = 60.0
+# imported once, by the process that the ranks are forked from: most of what a first test waits for
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo.convert_frame",
+    "torch._dynamo.backends.debugging",
+    "torch._inductor.pattern_matcher",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+]
 
 
 class RankError(AssertionError):
@@ -61,7 +71,8 @@ class Ranks:
 
     def _start(self) -> None:
         store = tempfile.mktemp(dir=self._folder.name)
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._pipes = []
         self._processes = []
         for rank in range(WORLD):

@@ -120,6 +120,7 @@ def dry_run(
     checkpointing: bool = False,
     fold: bool = True,
     hardware: HardwareSource = "h100-nvlink",
+    compare: bool = False,
 ) -> Report:
     """What ``plan`` does to ``model`` on ``tp`` ranks: placements, collectives, memory, time.
 
@@ -139,6 +140,8 @@ def dry_run(
             memory of both.
         fold: whether of equal layers only a few are executed; their repetition is checked.
         hardware: what it is timed on: a shipped profile's name, a YAML file, or a ``Hardware``.
+        compare: whether other tps, and plain TP beside TP+SP, are run as well, for the bars and
+            curves of ``to_html()``.
 
     Raises:
         PlanError: as ``parallelize`` does, and where there is no such hardware.
@@ -149,7 +152,52 @@ def dry_run(
     if loss:
         inputs = with_labels(model, inputs, batch, seq)
     setting = Setting(loaded, tp, sequence_parallel, kernels, inputs)
-    return report.dry_run(model, setting, batch, seq, training, fold, hardware)
+    found = report.dry_run(model, setting, batch, seq, training, fold, hardware)
+    return with_companions(model, setting, found) if compare else found
+
+
+def advise(
+    model: nn.Module,
+    plan: PlanSource,
+    gpus: int | None = None,
+    batch: int = 64,
+    seq: int = 2048,
+    *,
+    micro_batch: int = 1,
+    kernels: str | Mapping[str, str] | None = None,
+    inputs: Any = None,
+    loss: bool = False,
+    optimizer: OptimizerSource = "adamw",
+    max_norm: float | None = 1.0,
+    master_weights: bool = True,
+    checkpointing: bool = False,
+    hardware: HardwareSource = "h100-nvlink",
+    told: Callable[[str], None] = lambda _: None,
+) -> Advice:
+    """How to share out ``gpus`` GPUs for training ``model``: what fits, what is fastest, and why.
+
+    Each size of the tensor-parallel group is executed abstractly, with and without sequence
+    parallelism; the rest of the GPUs goes to data (FSDP) and pipeline parallelism, by formulas.
+
+    Args:
+        gpus: a node of the hardware's where it is None.
+        batch: sequences in a step, on all GPUs; micro_batch: of them, what a rank runs at once.
+        inputs: a call of one microbatch, where token ids are not one.
+        told: is told what is being executed.
+
+    The other arguments are those of ``dry_run``.
+
+    Raises:
+        PlanError: where the plan does not fit the model, and where there is no such hardware.
+        ValueError: where there is no such optimizer, or the model takes no labels.
+    """
+    timed_on = load_hardware(hardware)
+    training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
+    if loss:
+        inputs = with_labels(model, inputs, micro_batch, seq)
+    setting = Setting(load_plan(plan, model), 1, None, kernels, inputs)
+    task = Task(gpus or timed_on.node, batch, seq, micro_batch)
+    return report.advise(model, setting, task, training, timed_on, told)
 
 
 def check(

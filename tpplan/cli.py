@@ -1,4 +1,4 @@
-"""The command line: ``tpplan dry-run | verify | check | explain | list | show``."""
+"""The command line: ``tpplan dry-run | advise | diff | verify | check | explain | list | show``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpplan.language import PlanError, suggest
 
@@ -68,22 +68,34 @@ def _parser() -> argparse.ArgumentParser:
 
     dry_run = command("dry-run", _dry_run, "what a plan does to a model, without running it")
     _plan_and_model(dry_run, tp=None)
+    _how_trained(dry_run)
     dry_run.add_argument("--batch", type=_positive, default=1)
-    dry_run.add_argument("--seq", type=_positive, default=2048, help="sequence length")
     dry_run.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
+    dry_run.add_argument(
+        "--html", metavar="FILE", help="write the report as a page, with other sizes beside it"
+    )
+
+    advise = command("advise", _advise, "how to share out GPUs: tensor, data, pipeline parallelism")
+    _plan_and_model(advise, tp=None, sized=False)
+    _how_trained(advise)
+    advise.add_argument("--gpus", type=_positive, help="how many there are (a node)")
+    advise.add_argument("--batch", type=_positive, default=64, help="sequences in a step, in all")
+    advise.add_argument("--micro-batch", type=_positive, default=1, help="sequences at a time")
+    advise.add_argument("--json", metavar="FILE", help="write it as JSON ('-': stdout)")
+
+    diff = command("diff", _diff, "what another plan changes")
+    diff.add_argument("other", help="the other plan")
+    _plan_and_model(diff, tp=None)
+    _how_trained(diff)
+    diff.add_argument("--batch", type=_positive, default=1)
+    diff.add_argument("--json", metavar="FILE", help="write it as JSON ('-': stdout)")
 
     verify = command("verify", _verify, "prove a plan: simulated ranks against the whole model")
     _plan_and_model(verify)
     verify.add_argument(
         "--processes", action="store_true", help="real gloo processes instead of simulated ranks"
     )
-    verify.add_argument(
-        "--input",
-        action="append",
-        default=[],
-        metavar="NAME:DTYPE[SHAPE]",
-        help="an input of the model, as in input_ids:int64[2,13]; may be given several times",
-    )
+    _example_inputs(verify)
 
     check = command("check", _check, "what is wrong with a plan, on its own or for a model")
     _plan_and_model(check, model_required=False)
@@ -99,7 +111,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan_and_model(
-    sub: argparse.ArgumentParser, model_required: bool = True, tp: int | None = 2
+    sub: argparse.ArgumentParser,
+    model_required: bool = True,
+    tp: int | None = 2,
+    sized: bool = True,
 ) -> None:
     sub.add_argument("plan", help="a plan file, or a shipped plan's name")
     sub.add_argument(
@@ -107,12 +122,47 @@ def _plan_and_model(
         required=model_required,
         help="config.json, a folder with one, or package.module:factory",
     )
-    sub.add_argument("--tp", type=_positive, default=tp, required=tp is None, help="ranks")
+    if sized:
+        sub.add_argument("--tp", type=_positive, default=tp, required=tp is None, help="ranks")
+        sub.add_argument(
+            "--sequence-parallel",
+            action=argparse.BooleanOptionalAction,
+            default=None,
+            help="override the plan's",
+        )
+
+
+def _example_inputs(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--sequence-parallel",
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME:DTYPE[SHAPE]",
+        help="an input of the model, as in input_ids:int64[2,13]; may be given several times",
+    )
+
+
+def _how_trained(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--seq", type=_positive, default=2048, help="sequence length")
+    _example_inputs(sub)
+    sub.add_argument(
+        "--loss", action="store_true", help="give the token ids as labels too, for the model's loss"
+    )
+    sub.add_argument("--optimizer", default="adamw", help="its name, or none")
+    sub.add_argument(
+        "--clip", type=float, default=1.0, metavar="NORM", help="of gradients; 0 for not at all"
+    )
+    sub.add_argument(
+        "--master-weights",
         action=argparse.BooleanOptionalAction,
-        default=None,
-        help="override the plan's",
+        default=True,
+        help="float32 copies of 16-bit parameters for the optimizer",
+    )
+    sub.add_argument(
+        "--checkpointing", action="store_true", help="recompute every layer in backward"
+    )
+    sub.add_argument(
+        "--hardware", default=None, help="a profile's name, or a YAML file of your own"
     )
 
 
@@ -124,8 +174,6 @@ def _positive(text: str) -> int:
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from tpplan.api import dry_run
     from tpplan.models import build
     from tpplan.report.text import layout
@@ -133,21 +181,81 @@ def _dry_run(args: argparse.Namespace) -> int:
     report = dry_run(
         build(args.model),
         args.plan,
-        tp=args.tp,
-        batch=args.batch,
-        seq=args.seq,
+        args.tp,
+        args.batch,
         sequence_parallel=args.sequence_parallel,
+        compare=args.html is not None,
+        **_training(args),
     )
-    if args.json:
-        text = json.dumps(report.to_dict(), indent=1) + "\n"
-        if args.json == "-":
+    if args.html:
+        Path(args.html).write_text(report.to_html(), encoding="utf-8")
+    return _shown(report, layout, args.json)
+
+
+def _advise(args: argparse.Namespace) -> int:
+    from tpplan.api import advise
+    from tpplan.models import build
+    from tpplan.report.advice_text import layout
+
+    advice = advise(
+        build(args.model),
+        args.plan,
+        gpus=args.gpus,
+        batch=args.batch,
+        micro_batch=args.micro_batch,
+        told=_progress,
+        **_training(args),
+    )
+    return _shown(advice, layout, args.json)
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from tpplan.api import dry_run
+    from tpplan.models import build
+    from tpplan.report.diff import compare, layout
+
+    model, options = build(args.model), _training(args)
+    options |= {"tp": args.tp, "batch": args.batch, "sequence_parallel": args.sequence_parallel}
+    change = compare(dry_run(model, args.plan, **options), dry_run(model, args.other, **options))
+    return _shown(change, layout, args.json)
+
+
+def _training(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of a dry run that say how the model is trained, and on what."""
+    return {
+        "seq": args.seq,
+        "inputs": _inputs(args.input) or None,
+        "loss": args.loss,
+        "optimizer": args.optimizer,
+        "max_norm": args.clip or None,
+        "master_weights": args.master_weights,
+        "checkpointing": args.checkpointing,
+        **({"hardware": args.hardware} if args.hardware else {}),
+    }
+
+
+def _progress(text: str) -> None:
+    """One line on a terminal that is written over."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
+        sys.stderr.flush()
+
+
+def _shown(result: Any, layout: Callable[[Any], Any], file: str | None) -> int:
+    """Print a result, and write it as JSON where that was asked for."""
+    from rich.console import Console
+
+    _progress("")
+    if file:
+        text = json.dumps(result.to_dict(), indent=1) + "\n"
+        if file == "-":
             sys.stdout.write(text)
             return FINE
-        Path(args.json).write_text(text, encoding="utf-8")
+        Path(file).write_text(text, encoding="utf-8")
     if sys.stdout.isatty():
-        Console().print(layout(report))
+        Console().print(layout(result))
     else:
-        print(report)
+        print(result)
     return FINE
 
 

@@ -93,10 +93,14 @@ def counts_job(mesh: DeviceMesh, family: str, sp: bool) -> Errors:
 def prediction_job(mesh: DeviceMesh, family: str, sp: bool) -> Errors:
     """A dry run in the middle of a real one, collective by collective."""
     found = Findings()
-    for plan, name in ((SHARDED_LOGITS, "sharded logits"), ("llama.yaml", "whole logits")):
+    plans = (
+        (SHARDED_LOGITS, "sharded logits", ((2, 16), (3, 13))),
+        ("llama.yaml", "whole logits", ((3, 13),)),
+    )
+    for plan, name, sizes in plans:
         whole = hf(family, num_hidden_layers=LAYERS)
         model = sharded(whole, mesh, sp, plan)
-        for batch, length in ((2, 16), (3, 13)):
+        for batch, length in sizes:
             case = f"{name}, length {length}"
             with found.case(case):
                 real = ordered(measured(model, token_ids(batch, length, 1)).collectives)

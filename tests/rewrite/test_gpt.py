@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,8 +14,7 @@ from tests.compare import Errors, Findings, beyond, error, step
 from tests.gpt import GPT
 from tests.models import VOCAB, randomize, token_ids
 from tests.ranks import Ranks
-
-MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
+from tests.rewrite import MODES, SIZES
 
 
 def new(dropout: float = 0.0) -> GPT:
@@ -49,7 +47,7 @@ def parity(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
     return found.errors
 
 
+@SIZES
 @MODES
-@pytest.mark.parametrize("tp", [2, 4])
-def test_parity(ranks: Ranks, tp: int, sequence_parallel: bool) -> None:
-    assert beyond(ranks.run(tp, parity, sequence_parallel)) == {}
+def test_parity(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert beyond(ranks.run(tp, parity, sp)) == {}

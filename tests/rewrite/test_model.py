@@ -244,8 +244,9 @@ def refusals_job(mesh: DeviceMesh, sp: bool) -> Errors:
             "inputs_embeds": torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(rank))
         },
     }
+    fresh = sharded(hf("Llama"), mesh, sp)
     for name, call in cases.items():
-        model = sharded(hf("Llama"), mesh, sp)
+        model = copy.deepcopy(fresh)
         kind, message = attempt(model, **call)
         clear = kind == "ValueError" and "same inputs" in message
         found.add(f"{name}: {kind}: {message[:80]}", same(clear))
@@ -292,7 +293,7 @@ def rollback_job(mesh: DeviceMesh, sp: bool) -> Errors:
     before, values = snapshot(model), bits(model)
     original = styles.distributed
     total = len(list(model.parameters()))
-    for n in (0, 1, total // 2, total - 1):
+    for n in (0, total // 2, total - 1):
         calls = 0
 
         def failing(value: torch.Tensor, *args: Any, n: int = n, **kwargs: Any) -> Any:
@@ -334,7 +335,8 @@ def checkpoint_job(mesh: DeviceMesh, sp: bool) -> Errors:
     found = Findings()
     for tied in (False, True):
         source = hf("Qwen3", seed=1, tie_word_embeddings=tied)
-        model = sharded(source, mesh, sp)
+        fresh = sharded(source, mesh, sp)
+        model = copy.deepcopy(fresh)
         found.add(f"tied {tied}: before", step(source, model, labelled(2, 9, 1)))
 
         options = StateDictOptions(full_state_dict=True)
@@ -349,7 +351,7 @@ def checkpoint_job(mesh: DeviceMesh, sp: bool) -> Errors:
 
         other = hf("Qwen3", seed=3, tie_word_embeddings=tied)
         for broadcast in (False, True):
-            model = sharded(source, mesh, sp)
+            model = copy.deepcopy(fresh)
             given = other.state_dict()
             if broadcast and dist.get_rank() > 0:
                 given = {}
@@ -362,7 +364,7 @@ def checkpoint_job(mesh: DeviceMesh, sp: bool) -> Errors:
                 found.add(name, compare_parameters(other, model))
                 found.add(name, step(other, model, labelled(2, 9, 2)))
         # sharded state dicts between sharded models
-        model = sharded(source, mesh, sp)
+        model = copy.deepcopy(fresh)
         set_model_state_dict(model, get_model_state_dict(sharded(other, mesh, sp)))
         found.add(f"tied {tied}: shards", step(other, model, labelled(2, 9, 3)))
     return found.errors

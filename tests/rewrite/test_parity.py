@@ -119,8 +119,9 @@ def generate_job(mesh: DeviceMesh, sp: bool) -> Errors:
             with found.case(name):
                 expected = reference.generate(ids, **how)
                 found.add(name, same(torch.equal(model.generate(ids, **how), expected)))
-                got = model.generate(ids, **how, use_cache=False)
-                found.add(f"{name}, no cache", same(torch.equal(got, expected)))
+                if batch > 1:
+                    got = model.generate(ids, **how, use_cache=False)
+                    found.add(f"{name}, no cache", same(torch.equal(got, expected)))
             if len(expected[0, length:].unique()) < 3:
                 found.add(f"{name}: the test is weak, it repeats one token", same(False))
         # and training goes on afterwards

@@ -82,19 +82,20 @@ def optimizers_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """Three steps of AdamW with accumulation and clipping."""
     found = Findings()
     batches = [[token_ids(2, 13, 10 * i + j) for j in range(MICROBATCHES)] for i in range(STEPS)]
-    for family, variant in (("Llama", "foreach"), ("Llama", "fused"), ("Qwen3", "foreach")):
-        reference = hf(family, tie_word_embeddings=family == "Qwen3")
-        model = sharded(reference, mesh, sp)
-        before = copy.deepcopy(reference)
-        name = f"{family}, {variant}"
-        with found.case(name):
-            expected, got = train(reference, variant, batches), train(model, variant, batches)
-        found.add(f"{name}: clipped norms", relative(expected, got))
-        found.add(f"{name}: norms beyond {MAX_NORM}", same(min(expected) > MAX_NORM))
-        found.add(name, compare_parameters(reference, model))
-        moved = max(compare_parameters(before, reference).values())
-        found.add(f"{name}: parameters moved", same(moved > 1e-3))
-        found.add(f"{name}: afterwards", step(reference, model, labelled(2, 16, 3)))
+    for family, variants in (("Llama", ("foreach", "fused")), ("Qwen3", ("foreach",))):
+        whole = hf(family, tie_word_embeddings=family == "Qwen3")
+        fresh = sharded(whole, mesh, sp)
+        for variant in variants:
+            reference, model = copy.deepcopy(whole), copy.deepcopy(fresh)
+            name = f"{family}, {variant}"
+            with found.case(name):
+                expected, got = train(reference, variant, batches), train(model, variant, batches)
+            found.add(f"{name}: clipped norms", relative(expected, got))
+            found.add(f"{name}: norms beyond {MAX_NORM}", same(min(expected) > MAX_NORM))
+            found.add(name, compare_parameters(reference, model))
+            moved = max(compare_parameters(whole, reference).values())
+            found.add(f"{name}: parameters moved", same(moved > 1e-3))
+            found.add(f"{name}: afterwards", step(reference, model, labelled(2, 16, 3)))
     return found.errors
 
 
@@ -255,8 +256,9 @@ def first_forward_job(mesh: DeviceMesh, sp: bool) -> Errors:
             handle.remove()
         raise AssertionError("the hook did not raise")
 
+    fresh = sharded(reference, mesh, sp)
     for first in (without_grad, inference, evaluation, dropped_graph, broken):
-        model = sharded(reference, mesh, sp)
+        model = copy.deepcopy(fresh)
         with found.case(first.__name__):
             first(model)
             found.add(first.__name__, step(reference, model, labelled(2, 9, 9)))
@@ -272,9 +274,10 @@ def dtype_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """``.to(dtype)`` after the rewrite, before and after a first step."""
     found = Findings()
     for family in ("Llama", "Qwen3"):
+        whole = hf(family)
+        fresh = sharded(whole, mesh, sp)
         for used in (False, True):
-            whole = hf(family)
-            model = sharded(whole, mesh, sp)
+            model = copy.deepcopy(fresh)
             if used:
                 loss = loss_of(model, token_ids(1, 8, 1))
                 loss.backward()
@@ -301,15 +304,16 @@ def loading_job(mesh: DeviceMesh, sp: bool) -> Errors:
         # an unused model has no graph yet; on more ranks that is no different
         for used in ((False, True) if mesh.size() == 2 else (True,))
     ]
+    whole, other = hf("Qwen3", seed=1), hf("Qwen3", seed=2)
+    fresh, sharded_other = sharded(whole, mesh, sp), sharded(other, mesh, sp)
     for kind, assign, used in (*cases, ("some full tensors", True, True)):
-        reference, other = hf("Qwen3", seed=1), hf("Qwen3", seed=2)
-        model = sharded(reference, mesh, sp)
+        reference, model = copy.deepcopy(whole), copy.deepcopy(fresh)
         name = f"{kind}, assign={assign}, {'used' if used else 'fresh'}"
         with found.case(name):
             if used:
                 loss_of(model, token_ids(1, 8, 1)).backward()
                 model.zero_grad()
-            source = sharded(other, mesh, sp) if kind == "DTensors" else other
+            source = sharded_other if kind == "DTensors" else other
             some = kind == "some full tensors"
 
             def chosen(m: nn.Module, some: bool = some) -> dict[str, torch.Tensor]:

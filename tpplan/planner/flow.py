@@ -226,6 +226,8 @@ class _Walk:
         if weights and not data:
             for number in op.outputs:
                 self.weights[number] = weights
+            if region:  # columns of a table, which then meet what is whole (a mask)
+                self.region.update(op.outputs)
             return
         if weights:
             met = self.flow.in_region if region else self.flow.on_stream if stream else None

@@ -1,5 +1,7 @@
 """What a plan does, found by executing it abstractly, and how it is shown."""
 
+from tpplan.report.advise import Advice, Task, advise
+from tpplan.report.curves import with_companions
 from tpplan.report.dry_run import Setting, dry_run, with_labels
 from tpplan.report.execute import Training
 from tpplan.report.explain import explain
@@ -17,6 +19,7 @@ from tpplan.report.steps import Collective
 from tpplan.report.timing import Layer, Share, Span, TimeSummary
 
 __all__ = [
+    "Advice",
     "Collective",
     "Efficiency",
     "Hardware",
@@ -29,9 +32,12 @@ __all__ = [
     "Share",
     "Span",
     "TimeSummary",
+    "Task",
     "Training",
+    "advise",
     "dry_run",
     "explain",
+    "with_companions",
     "load_hardware",
     "shipped_hardware",
     "with_labels",

@@ -93,7 +93,7 @@ def execute(
             message = f"the sharded model cannot be run at tp {compiled.tp}: {error}"
             raise PlanError([Diagnostic(message)]) from error
         with tracker.during("backward"):
-            result = _result(out)
+            result = objective(out)
             if result is not None:
                 result.backward(torch.ones_like(result))
             del out, result
@@ -116,7 +116,7 @@ def _checkpoint(model: nn.Module, compiled: CompiledPlan) -> None:
             element.forward = again  # type: ignore[method-assign]
 
 
-def _result(out: Any) -> torch.Tensor | None:
+def objective(out: Any) -> torch.Tensor | None:
     """What training would start its backward from: the loss, or else the first output."""
     loss = getattr(out, "loss", None)
     leaves = [loss] if isinstance(loss, torch.Tensor) else tree_leaves(out)

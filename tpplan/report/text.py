@@ -28,7 +28,7 @@ def layout(report: Report) -> Group:
         parts += ["", _counts(report), "", _sites(report)]
     else:
         parts += ["", "No collectives: one rank."]
-    return Group(*parts, "", _memory(report))
+    return Group(*parts, "", _memory(report), "", _time(report), "", _notes(report))
 
 
 def _title(report: Report) -> Text:
@@ -47,6 +47,14 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that suits it."""
+    for limit, factor, unit in ((1.0, 1.0, "s"), (1e-3, 1e3, "ms")):
+        if seconds >= limit:
+            return f"{seconds * factor:.2f} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
 
 
 def number(count: int) -> str:
@@ -141,13 +149,73 @@ def _site(c: Collective) -> tuple[str, ...]:
     return phase, module, kind, shape, size(c.bytes), folded(c.reason)
 
 
-def _memory(report: Report) -> Text:
+def _memory(report: Report) -> Table:
+    """Bytes of the first rank: as it was run, and with layers recomputed or not."""
+    runs = [(report.training.checkpointing, report.memory)]
+    if report.other_memory is not None:
+        runs.append((not report.training.checkpointing, report.other_memory))
+    names = ["layers recomputed" if again else "layers kept" for again, _ in runs]
+    table = _table("Memory per rank", ("", "left"), *((name, "right") for name in names))
+    rows = (
+        ("parameters", "parameters_per_rank"),
+        ("buffers", "buffers_per_rank"),
+        ("gradients", "gradients_per_rank"),
+        ("optimizer", "optimizer_per_rank"),
+        ("all of these", "states_per_rank"),
+    )
+    for name, attribute in rows:
+        table.add_row(name, *(size(getattr(memory, attribute)) for _, memory in runs))
+    for phase in report.memory.peaks:
+        cells = []
+        for _, memory in runs:
+            peak = memory.peaks[phase]
+            where = f", at {folded(peak.module)}" if peak.module else ""
+            cells.append(f"{size(peak.bytes)} ({size(peak.activations)}{where})")
+        table.add_row(f"peak of {phase}", *cells)
+    return table
+
+
+def _time(report: Report) -> Table:
+    """Modelled seconds by phase, and of the typical layer."""
+    time = report.time
+    table = _table(
+        f"Time, modelled on {time.hardware}",
+        ("", "left"),
+        ("all", "right"),
+        ("compute", "right"),
+        ("sent", "right"),
+        ("could overlap", "right"),
+        ("sent ÷ compute", "right"),
+    )
+    rows = {phase.replace("_", " "): share for phase, share in time.phases.items()}
+    for stack, layer in time.layers.items():
+        for phase, share in layer.phases.items():
+            rows[f"{phase} of a layer of {stack} (×{layer.count})"] = share
+    rows["step"] = time.total
+    for name, share in rows.items():
+        times = (share.seconds, share.compute, share.communication, share.overlappable)
+        table.add_row(name, *map(duration, times), f"{share.ratio:.2f}")
+    return table
+
+
+def _notes(report: Report) -> Text:
     total, mine = report.parameter_counts["total"], report.parameter_counts["per_rank"]
-    memory = report.memory
-    return Text(
+    memory, time = report.memory, report.time
+    training = "forward, backward"
+    if "optimizer" in memory.peaks:
+        training += " and optimizer step"
+    lines = [
         f"Parameters: {number(total)} in all ({size(memory.parameters_total)}), "
         f"{number(mine)} per rank ({size(memory.parameters_per_rank)}, "
-        f"{100 * mine / max(total, 1):.1f} %)\n"
-        "Bytes sent are those of ring algorithms, on the first rank. 'summed': each rank sees a "
-        "part of the work, so the gradients are summed over the ranks, all in one all-reduce."
-    )
+        f"{100 * mine / max(total, 1):.1f} %)",
+        f"{training}: {time.flops / 1e12:.1f} TFLOP per rank, {100 * time.utilisation:.0f} % of "
+        "the peak.",
+        "Exact: collectives, their bytes (of ring algorithms, sent by the first rank), parameters, "
+        "gradients, optimizer state. Tracked by executing the step abstractly: peaks, with what "
+        "of them are activations and temporaries. Modelled: times.",
+        "'summed': each rank sees a part of the work, so the gradients are summed over the ranks, "
+        "all in one all-reduce.",
+    ]
+    for stack, (run, there) in report.executed.items():
+        lines.append(f"Of the {there} elements of {stack}, {run} and {run + 1} were executed.")
+    return Text("\n".join(lines))
