@@ -172,6 +172,15 @@ def test_ties_and_layers_that_differ() -> None:
     assert "lm_head.weight is the same parameter" in page.text
 
 
+def test_the_command_says_how_it_was_trained() -> None:
+    training: dict[str, Any] = {"optimizer": "sgd", "max_norm": None, "checkpointing": True}
+    model = hf(device="meta")
+    report = tpplan.dry_run(model, "llama.yaml", 2, 1, 8, sequence_parallel=False, **training)
+    wanted = "tpplan dry-run llama.yaml --model CONFIG --tp 2 --batch 1 --seq 8 "
+    wanted += "--no-sequence-parallel --optimizer=sgd --clip=0 --checkpointing "
+    assert wanted + "--hardware h100-nvlink" in Page(report.to_html()).text
+
+
 def test_lists_of_equal_layers_are_short() -> None:
     layers = [f"block.{i}.attn.{p}" for i in range(24) for p in "kv"]
     assert folded_text(f"input of {', '.join(layers)}: gathered, once") == (
