@@ -106,6 +106,8 @@ def test_the_parts_are_there_in_order(report: Report) -> None:
     assert found == SECTIONS
     for kind in ("exact", "tracked", "modelled"):
         assert any(a.get("href") == f"#about-{kind}" for _, a in page.elements)
+    titles = {a.get("data-title") for _, a in page.elements}
+    assert {"takes · modelled", "optimizer · exact", "peak · tracked"} <= titles
     charts = [a for tag, a in page.elements if tag == "svg"]
     assert len(charts) == 2 + 1 + 3
     assert "tpplan dry-run llama.yaml --model CONFIG --tp 2" in page.text

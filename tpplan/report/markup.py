@@ -68,6 +68,11 @@ class Column:
     code: bool = False
     certainty: Certainty | None = None
 
+    @property
+    def said(self) -> str:
+        """What stands beside a single value of it."""
+        return f"{self.title} · {self.certainty}" if self.certainty else self.title
+
 
 def table(
     caption: str,
@@ -98,7 +103,7 @@ def table(
                     class_=classes or None,
                     scope="row" if first else None,
                     role=("rowheader" if first else "cell") if stacked else None,
-                    data_title=column.title if stacked and not first else None,
+                    data_title=column.said if stacked and not first else None,
                 )
             )
         return tag("tr", *made, role=role("row"), class_="sum" if heading else None)
