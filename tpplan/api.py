@@ -17,7 +17,8 @@ from tpplan.compat import fake_world
 from tpplan.language import Diagnostic, Plan, PlanError, load, parse_mapping
 from tpplan.planner import CompiledPlan, compile_plan
 from tpplan.proof import Verification
-from tpplan.report import HardwareSource, Report, Setting, Training, with_labels
+from tpplan.report import Advice, Report, Setting, Task, Training, with_companions, with_labels
+from tpplan.report.hardware import HardwareSource, load_hardware
 from tpplan.report.optimizers import OptimizerSource, optimizer_named
 from tpplan.report.rehearse import rehearse
 from tpplan.rewrite import apply, plan_of

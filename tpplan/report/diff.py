@@ -1,4 +1,4 @@
-"""What one plan changes against another on the same model: placements, collectives, memory, time."""
+"""What one plan changes against another on one model: placements, collectives, memory, time."""
 
 from __future__ import annotations
 
