@@ -45,6 +45,8 @@ def memory(report: Report, others: Sequence[Report]) -> Html:
     """Bars of what a rank holds, with and without parallelism and checkpointing."""
     held = dict(_variants(report, others))
     limit = report.hardware.memory
+    longest = max(m.peak_per_rank for m in held.values())
+    shown = limit if limit <= _ENLARGED * longest else None
     lead = tag(
         "p",
         "The most that a rank holds, at the peak of forward and backward, and what the optimizer's "
@@ -54,18 +56,22 @@ def memory(report: Report, others: Sequence[Report]) -> Html:
         badge("tracked"),
         ".",
     )
-    key = charts.legend({**_PARTS, "limit": _limit(report)})
-    parts = [lead, key, _bars("memory-bars", "Peak memory of a rank", held, limit)]
+    memory_of_gpu = f"a GPU's memory: {size(limit)} ({report.hardware.name})"
+    if shown is None:
+        memory_of_gpu += ", far beyond what is drawn"
+    key = charts.legend({**_PARTS, "limit": memory_of_gpu})
+    parts = [lead, key, _bars("memory-bars", "Peak memory of a rank", held, shown)]
     sharded = {name: m for name, m in held.items() if not name.startswith(_WHOLE)}
     largest = max((m.peak_per_rank for m in sharded.values()), default=0)
-    if sharded and max(m.peak_per_rank for m in held.values()) > _ENLARGED * largest:
+    if sharded and max(longest, shown or 0) > _ENLARGED * largest:
+        nearby = shown if shown is not None and shown <= _ENLARGED * largest else None
         parts.append(tag("h3", "The sharded ones at a larger scale"))
-        parts.append(_bars("memory-sharded", "Peak memory of a rank, enlarged", sharded, limit))
+        parts.append(_bars("memory-sharded", "Peak memory of a rank, enlarged", sharded, nearby))
     parts.append(_memory_table(held, limit))
     return section("memory", "Memory of a rank", *parts)
 
 
-def _bars(name: str, title: str, held: Mapping[str, Memory], limit: float) -> Html:
+def _bars(name: str, title: str, held: Mapping[str, Memory], limit: float | None) -> Html:
     stacks = [
         charts.Stack(
             variant,
@@ -76,10 +82,6 @@ def _bars(name: str, title: str, held: Mapping[str, Memory], limit: float) -> Ht
     ]
     described = "; ".join(f"{stack.name}: {stack.total}" for stack in stacks)
     return charts.stacked_bars(name, title, described, stacks, limit, size, _round_size)
-
-
-def _limit(report: Report) -> str:
-    return f"a GPU's memory: {size(report.hardware.memory)} ({report.hardware.name})"
 
 
 def _round_size(count: float) -> str:
@@ -197,10 +199,13 @@ def _curves(report: Report, runs: Sequence[Report]) -> list[Html]:
         "which halving with each doubling of tp is a straight line.",
     )
     bound = ("a GPU's memory", limit)
+    times = _times(runs)
+    fastest = min(seconds for _, seconds in times.points)
+    unit = next((u for u in (1.0, 1e-3) if fastest >= u), 1e-6)
     made = [
-        _figure(report, "Step time", "modelled", [_times(runs)], duration, duration, True),
-        _figure(report, "Peak memory", "tracked", peaks, size, _round_size, True, bound),
-        _figure(report, "Communication", "modelled", _shares(runs), _percent, _percent, False),
+        _figure(report, "Step time", "modelled", [times], duration, duration, unit),
+        _figure(report, "Peak memory", "tracked", peaks, size, _round_size, 1.0, bound),
+        _figure(report, "Communication", "modelled", _shares(runs), _percent, _percent, None),
     ]
     return [lead, tag("div", *made, class_="charts"), _scaling_table(runs, limit)]
 
@@ -235,7 +240,7 @@ def _figure(
     lines: Sequence[charts.Line],
     shown: Callable[[float], str],
     axis: Callable[[float], str],
-    logarithmic: bool,
+    base: float | None,
     limit: tuple[str, float] | None = None,
 ) -> Html:
     described = "; ".join(
@@ -249,7 +254,7 @@ def _figure(
         lines,
         shown,
         axis,
-        logarithmic,
+        base,
         float(report.compiled.tp),
         limit,
     )
@@ -282,7 +287,7 @@ def _scaling_table(runs: Sequence[Report], limit: float) -> Html:
                 share(run.time.total.communication, run.time.total.seconds),
                 size(sum(c.bytes for c in run.collectives)),
                 size(run.memory.parameters_per_rank),
-                *(size(held[c].peak_per_rank) if c in held else "" for c in (False, True)),
+                *(size(held[c].peak_per_rank) if c in held else "not run" for c in (False, True)),
                 "yes" if all(fits) else "with checkpointing" if any(fits) else "no",
             )
         )

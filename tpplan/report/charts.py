@@ -147,17 +147,17 @@ def stacked_bars(
     title: str,
     description: str,
     stacks: Sequence[Stack],
-    limit: float,
+    limit: float | None,
     shown: Callable[[float], str],
     axis: Callable[[float], str],
 ) -> Html:
     """Horizontal bars one under another; lengths are per cent of the width, texts are not scaled.
 
     Args:
-        limit: the value of a line across every bar.
+        limit: the value of a line across every bar, if there is to be one.
         shown: a value as text; axis: a power of two as a short one.
     """
-    most = 1.02 * max(limit, *(sum(v for _, _, v in s.parts) for s in stacks))
+    most = 1.02 * max(limit or 0, *(sum(v for _, _, v in s.parts) for s in stacks))
     pitch, top = 46.0, 0.0
     height = top + pitch * len(stacks) + 24
     parts: list[Html] = []
@@ -188,7 +188,8 @@ def stacked_bars(
                 )
                 parts.append(box)
             start += value
-        parts.append(_line(at(limit), y + 18, at(limit), y + 42, "limit"))
+        if limit is not None:
+            parts.append(_line(at(limit), y + 18, at(limit), y + 42, "limit"))
     return _svg(name, title, description, ("100%", height), *parts)
 
 
@@ -211,7 +212,7 @@ def line_chart(
     lines: Sequence[Line],
     shown: Callable[[float], str],
     axis: Callable[[float], str],
-    logarithmic: bool,
+    base: float | None,
     marked: float,
     limit: tuple[str, float] | None = None,
 ) -> Html:
@@ -219,20 +220,20 @@ def line_chart(
 
     Args:
         shown: a value as text; axis: a round one as a short text.
-        logarithmic: whether the upright axis is so too.
+        base: of the upright axis, where it is one of powers of two: they are multiplied by it.
         marked: the x whose points stand out.
         limit: the name and the value of a line across.
     """
     xs = sorted({x for line in lines for x, _ in line.points})
     ys = [y for line in lines for _, y in line.points] + ([limit[1]] if limit else [])
-    low, high, ticks = _scale(ys, logarithmic)
+    low, high, ticks = _scale(ys, base)
 
     def across(x: float) -> float:
         span = math.log2(xs[-1] / xs[0]) or 1.0
         return _LEFT + 8 + math.log2(x / xs[0]) / span * (_WIDTH - _LEFT - 24)
 
     def up(y: float) -> float:
-        place = (math.log2(y) if logarithmic else y) - low
+        place = (math.log2(y / base) if base else y) - low
         return _HEIGHT - _BOTTOM - place / (high - low) * (_HEIGHT - _BOTTOM - _TOP)
 
     parts: list[Html] = []
@@ -264,13 +265,13 @@ def line_chart(
     return _svg(name, title, description, (_WIDTH, _HEIGHT), join(parts))
 
 
-def _scale(values: Sequence[float], logarithmic: bool) -> tuple[float, float, list[float]]:
+def _scale(values: Sequence[float], base: float | None) -> tuple[float, float, list[float]]:
     """The axis' ends (of the logarithm, where it is one) and its ticks."""
-    if not logarithmic:
+    if base is None:
         most = max(values) * 1.05 or 1.0
         return 0.0, most, _ticks(most, 5)
-    logs = [math.log2(v) for v in values if v > 0] or [0.0]
+    logs = [math.log2(v / base) for v in values if v > 0] or [0.0]
     low, high = math.floor(min(logs)), math.ceil(max(logs))
     high = max(high, low + 1)
     every = math.ceil((high - low) / 6)
-    return float(low), float(high), [2.0**n for n in range(low, high + 1, every)]
+    return float(low), float(high), [base * 2.0**n for n in range(low, high + 1, every)]

@@ -31,6 +31,7 @@ from tpplan.report.markup import (
     table,
     tag,
 )
+from tpplan.report.optimizers import OPTIMIZERS
 from tpplan.report.report import Report
 from tpplan.report.sections import collectives, timeline
 from tpplan.report.steps import PHASES
@@ -143,7 +144,7 @@ def _key_figures(report: Report) -> Html:
             "Peak memory per rank",
             "tracked",
             size(peak),
-            join([f"{share(peak, limit)} a GPU's {size(limit)}: ", fits]),
+            join([share(peak, limit, f"a GPU's {size(limit)}"), ": ", fits]),
             *_peaks(report),
         ),
         _card(
@@ -310,12 +311,27 @@ def _command(report: Report) -> str:
     compiled = report.compiled
     parts = ["tpplan", "dry-run", _named(compiled.plan), "--model", "CONFIG"]
     parts += ["--tp", str(compiled.tp), "--batch", str(report.batch), "--seq", str(report.seq)]
-    if compiled.sequence_parallel != compiled.plan.sequence_parallel:
+    if compiled.tp > 1 and compiled.sequence_parallel != compiled.plan.sequence_parallel:
         parts.append(
             "--sequence-parallel" if compiled.sequence_parallel else "--no-sequence-parallel"
         )
+    parts += _training_options(report.training)
     parts += ["--hardware", report.hardware.name, "--html", "report.html"]
     return shlex.join(parts)
+
+
+def _training_options(training: Training) -> Iterator[str]:
+    """Those that are not the command line's defaults; an optimizer of one's own has none."""
+    named = {id(make): name for name, make in OPTIMIZERS.items()}
+    optimizer = "none" if training.optimizer is None else named.get(id(training.optimizer))
+    if optimizer not in (None, "adamw"):
+        yield f"--optimizer={optimizer}"
+    if training.max_norm != 1:
+        yield f"--clip={training.max_norm or 0:g}"
+    if not training.master_weights:
+        yield "--no-master-weights"
+    if training.checkpointing:
+        yield "--checkpointing"
 
 
 def _named(plan: Plan) -> str:

@@ -68,6 +68,11 @@ class Column:
     code: bool = False
     certainty: Certainty | None = None
 
+    @property
+    def said(self) -> str:
+        """What stands beside a single value of it."""
+        return f"{self.title} · {self.certainty}" if self.certainty else self.title
+
 
 def table(
     caption: str,
@@ -98,7 +103,7 @@ def table(
                     class_=classes or None,
                     scope="row" if first else None,
                     role=("rowheader" if first else "cell") if stacked else None,
-                    data_title=column.title if stacked and not first else None,
+                    data_title=column.said if stacked and not first else None,
                 )
             )
         return tag("tr", *made, role=role("row"), class_="sum" if heading else None)
@@ -147,11 +152,15 @@ def details(title: object, *content: object, open: bool = False, class_: str | N
     return tag("details", tag("summary", title), *content, open=open, class_=class_)
 
 
-def share(part: float, whole: float) -> str:
-    """A part in per cent, or as a multiple where it is far more than the whole."""
+def share(part: float, whole: float, of: str = "") -> str:
+    """A part in per cent, or as a multiple where it is far more than the whole.
+
+    ``of``: what the whole is, to be named as well.
+    """
     if part >= 2 * whole > 0:
-        return f"{part / whole:.1f} times"
-    return f"{100 * part / whole:.1f} %" if whole else "0 %"
+        return f"{part / whole:.1f} times {of}".rstrip()
+    percent = f"{100 * part / whole:.1f} %" if whole else "0 %"
+    return f"{percent} of {of}" if of else percent
 
 
 def times(shape: Iterable[int]) -> str:

@@ -20,6 +20,7 @@ from tpplan.report.markup import (
     tag,
     times,
 )
+from tpplan.report.paths import folded_text
 from tpplan.report.report import Report
 from tpplan.report.steps import PHASES, Collective, Element
 from tpplan.report.text import size
@@ -84,7 +85,7 @@ def _phase(report: Report, phase: str) -> Html:
 
 
 def _folded(c: Collective) -> Collective:
-    return dataclasses.replace(c, module=folded(c.module), reason=folded(c.reason))
+    return dataclasses.replace(c, module=folded(c.module), reason=folded_text(c.reason))
 
 
 # --- timeline

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,12 +10,12 @@ from tpplan.planner.match import folded
 from tpplan.report.explain import inferences
 from tpplan.report.markup import Html, breakable, details, join, tag, times
 from tpplan.report.memory import parameter_bytes
+from tpplan.report.paths import folded_text
 from tpplan.report.text import size
 
-_INDEX = re.compile(r"(?<=[A-Za-z_])(?:\.\d+)+(?!\w)")
 _COLUMNS = ("shape", "placement", "local shape", "bytes per rank", "rule", "gradient")
 # beyond so many rows the deeper levels start closed
-_ROWS_OPEN = 80
+_ROWS_OPEN = 150
 
 
 @dataclass
@@ -76,14 +75,10 @@ def _at(root: Node, path: str) -> Node:
 def _annotate(node: Node, compiled: CompiledPlan) -> None:
     if node.plan is not None:
         prefix = f"{folded(node.path)}." if node.path else ""
-        lines = (_INDEX.sub(_stars, line) for line in inferences(compiled, node.plan))
+        lines = map(folded_text, inferences(compiled, node.plan))
         node.notes = tuple(line.replace(prefix, "") if prefix else line for line in lines)
     for child in node.children.values():
         _annotate(child, compiled)
-
-
-def _stars(match: re.Match[str]) -> str:
-    return ".*" * match[0].count(".")
 
 
 def _fold(node: Node, known: dict[Hashable, int]) -> int:
