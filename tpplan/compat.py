@@ -14,31 +14,45 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+NeedsValuesError = (DataDependentOutputException, DynamicOutputShapeException)
+"""What an op raises whose result depends on values that fake tensors do not have."""
+
 __all__ = [
     "DTensorSpec",
     "FakeTensor",
     "FakeTensorMode",
+    "NeedsValuesError",
     "below_autograd",
     "differentiates_backward",
     "dtensor",
     "dtensor_spec",
     "fake_world",
+    "fakes_are_made",
     "in_backward",
     "kept_by_fsdp",
     "local_of",
     "mesh_of",
     "quiet",
+    "rehearsed_in",
     "run_when_ready",
+    "running_node",
+    "sequence_number",
     "simulate",
     "spec_of",
     "unflattened",
     "unfused",
+    "without_fakes",
 ]
 
 _RUN_AT_ONCE = 2**62
@@ -130,6 +144,18 @@ def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
 
     built.placements = (placement, *getattr(build, "placements", ()))  # type: ignore[attr-defined]
     vars(_fsdp_param)["_from_local_no_grad"] = built
+
+
+def fakes_are_made() -> bool:
+    """Whether ops make fake tensors now: nothing is computed, and nothing sent."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+
+
+def without_fakes() -> contextlib.AbstractContextManager[object]:
+    """Within it, ops compute, although a fake mode is active."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
 
 
 @contextlib.contextmanager

@@ -36,16 +36,16 @@ def assert_equal(folded: Report, whole: Report) -> None:
 
 DEEP: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 9},
-    "qwen3": {"num_hidden_layers": 8},
-    "gpt2": {"n_layer": 7},
-    "gptj": {"n_layer": 7},
-    "gpt_neox": {"num_hidden_layers": 7},
-    "falcon": {"num_hidden_layers": 7},
-    "bloom": {"n_layer": 7},
-    "gemma2": {"num_hidden_layers": 12},
-    "gpt_neo": {"num_layers": 10, "attention_types": [[["global", "local"], 5]]},
-    "bert": {"num_hidden_layers": 7},
-    "olmo2": {"num_hidden_layers": 7},
+    "qwen3": {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8},
+    "gpt2": {"n_layer": 8},
+    "gptj": {"n_layer": 8},
+    "gpt_neox": {"num_hidden_layers": 8},
+    "falcon": {"num_hidden_layers": 8},
+    "bloom": {"n_layer": 8},
+    "gemma2": {"num_hidden_layers": 16, "layer_types": ["sliding_attention", "full_attention"] * 8},
+    "gpt_neo": {"num_layers": 16, "attention_types": [[["global", "local"], 8]]},
+    "bert": {"num_hidden_layers": 8},
+    "olmo2": {"num_hidden_layers": 8},
 }
 
 
@@ -60,7 +60,7 @@ def test_as_if_all_were_executed(kind: str, sp: bool) -> None:
 
 
 def test_encoder_and_decoder() -> None:
-    model = zoo.other("t5", num_layers=9, num_decoder_layers=7)
+    model = zoo.other("t5", num_layers=9, num_decoder_layers=8)
     folded, whole = both(model, "auto", inputs=zoo.example(model))
     assert set(folded.executed) == {"encoder.block", "decoder.block"}
     assert_equal(folded, whole)
@@ -77,7 +77,7 @@ def test_what_repeats() -> None:
     odd = hf(device="meta", num_hidden_layers=9)
     odd.model.layers[8].mlp.act_fn = nn.Tanh()
     assert folds(odd) == []
-    start = hf(device="meta", num_hidden_layers=9)
+    start = hf(device="meta", num_hidden_layers=12)
     start.model.layers[0].mlp.act_fn = nn.Tanh()
     start.model.layers[1].mlp.act_fn = nn.Tanh()
     assert folds(start) == [("model.layers", 2, 1, 4)]
@@ -106,11 +106,10 @@ def test_what_cannot_be_seen_to_repeat_is_executed() -> None:
     """A model that reads all of its layers by their number runs whole."""
 
     class ByNumber(GPT):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            outer = self.layers
-            if len(outer) < 9:
+        def forward(self, idx: torch.Tensor) -> torch.Tensor:
+            if len(self.blocks) < 9:
                 raise IndexError("a layer is missing")
-            return super().forward(ids)
+            return super().forward(idx)
 
     model = ByNumber(layers=9)
     report = tpplan.dry_run(model, "gpt.yaml", 2, 1, 8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from tpplan.planner.flow import follow
 from tpplan.planner.match import match
 from tpplan.planner.probe import probe_modules
 from tpplan.planner.replay import Failure, prove
-from tpplan.planner.shadow import call_for, shadow_of, shortened
+from tpplan.planner.shadow import call_for, padded, shadow_of, shortened
 from tpplan.planner.sizes import Sizes
 from tpplan.planner.styles import is_multihead, placement_in
 from tpplan.planner.together import reduced_together
@@ -295,22 +295,26 @@ class _Compiler:
 
     def check_regions(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """Replay the sharded regions on random numbers."""
-        call = shortened(call)
-        failure = self.failure(call)
-        if failure is not None and any(rows.shared() for rows in self.sizes.layouts.values()):
-            failure = self.with_group_sizes(call, failure)
+        calls = [shortened(call)]
+        shared = any(rows.shared() for rows in self.sizes.layouts.values())
+        if shared:
+            calls += padded(self.model, calls[0])
+        failure = self.failure(calls)
+        if failure is not None and shared:
+            failure = self.with_group_sizes(calls, failure)
         if failure is not None:
             say_unproved(failure, self.sizes.columns, self.trace, self.tp, self.complaints)
 
-    def failure(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Failure | None:
+    def failure(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Failure | None:
         plans = self.module_plans()
         bare = {name for name, r in self.matches.parameters.items() if r.style != "replicate"}
         columns = self.sizes.columns | self.multihead
         cut = (self.sizes.layouts, columns, bare, self.lists)
-        return prove(self.model, plans, *cut, self.tp, call)
+        found = (prove(self.model, plans, *cut, self.tp, call) for call in calls)
+        return next((failure for failure in found if failure is not None), None)
 
     def with_group_sizes(
-        self, call: tuple[tuple[Any, ...], dict[str, Any]], failure: Failure
+        self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], failure: Failure
     ) -> Failure | None:
         """Find the attribute that holds how many query heads use one key-value head.
 
@@ -323,7 +327,7 @@ class _Compiler:
                 path: {**stated.get(path, {}), **({name: values[path]} if path in values else {})}
                 for path in {*stated, *values}
             }
-            if self.failure(call) is None:
+            if self.failure(calls) is None:
                 return None
         self.sizes.attributes = stated
         return failure

@@ -8,6 +8,7 @@ were, so that code which goes by an element's index finds the same.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +75,7 @@ def find_folds(model: nn.Module, matches: Matches) -> tuple[Fold, ...]:
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{fold.stack}.") for fold in found)
         listed = path and isinstance(module, nn.ModuleList | nn.Sequential)
-        if inside or not listed or len(module) < 5:
+        if inside or not listed or len(module) < 8:
             continue
         if [name for name, _ in module.named_children()] != [str(i) for i in range(len(module))]:
             continue
@@ -169,9 +170,11 @@ def _fold_of(path: str, signatures: Sequence[object]) -> Fold | None:
         start = length - period
         while start > 1 and signatures[start - 1] == signatures[start - 1 + period]:
             start -= 1
+        # the first of each kind may make what the others share, and free it
+        start = max(start, period)
         least = start + period + 1
         kept = least + (length - least) % period
-        if kept + period < length:
+        if 2 * kept + period < length:  # what is executed
             return Fold(path, length, start, period, kept)
     return None
 
@@ -217,6 +220,8 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
 def _comparable(value: object) -> object:
     if isinstance(value, types.MethodType):
         return value.__func__
+    if isinstance(value, functools.partial):
+        return (value.func, _comparable(value.args), _comparable(value.keywords))
     if isinstance(value, torch.Tensor):
         return (value.shape, value.dtype)
     if isinstance(value, list | tuple | set | frozenset):

@@ -88,6 +88,23 @@ def call_for(
     return (inputs,), {}
 
 
+def padded(
+    model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The call with an attention mask that hides a token, where the model takes one and has none.
+
+    Attention by a mask may be other code than attention without, which repeats key-value heads.
+    """
+    args, kwargs = call
+    ids = kwargs.get("input_ids")
+    accepted = inspect.signature(model.forward).parameters
+    if ids is None or "attention_mask" not in accepted or "attention_mask" in kwargs:
+        return []
+    mask = torch.ones_like(ids)
+    mask[:1, :1] = 0
+    return [(args, {**kwargs, "attention_mask": mask})]
+
+
 def shortened(
     call: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -142,13 +142,22 @@ def record(
     return recorder.trace
 
 
-def fake_inputs(mode: FakeTensorMode, values: Any) -> Any:
-    """``values`` with every tensor in it fake, on the CPU."""
+def fake_inputs(mode: FakeTensorMode, values: Any, keep_ids: bool = False) -> Any:
+    """``values`` with every tensor in it fake, on the CPU.
+
+    Args:
+        keep_ids: whether those that are not floating stay real, as copies.
+    """
     leaves, spec = tree_flatten(values)
-    fakes = [
-        mode.from_tensor(t.detach().cpu()) if isinstance(t, torch.Tensor) else t for t in leaves
-    ]
-    return torch.utils._pytree.tree_unflatten(fakes, spec)
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        local = value.detach().cpu()
+        real = keep_ids and not (value.is_floating_point() or value.is_complex())
+        return local.clone() if real else mode.from_tensor(local)
+
+    return torch.utils._pytree.tree_unflatten([fake(leaf) for leaf in leaves], spec)
 
 
 def _hooks(

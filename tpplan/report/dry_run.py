@@ -147,12 +147,20 @@ def _folded(
         found = run(training)
     except (NotRepeatingError, PlanError, IndexError):
         return None  # the whole model says what is wrong, or does what the short one does not
-    return unfolded(compiled, folds, model), found, _other(run, training)
+    plan = unfolded(compiled, folds, model)
+
+    def either(training: Training) -> Execution:
+        try:
+            return run(training)
+        except NotRepeatingError:  # recomputation may run in another order
+            return execute(model, plan, call, training, stacks)
+
+    return plan, found, _other(either, training)
 
 
 def _other(run: Callable[[Training], Execution], training: Training) -> Execution | None:
     """The run with activation checkpointing, or without where the first was with it."""
     try:
         return run(replace(training, checkpointing=not training.checkpointing))
-    except (NotRepeatingError, PlanError, RuntimeError):
+    except (PlanError, RuntimeError):
         return None

@@ -24,6 +24,7 @@ from tpplan.planner.trace import fake_inputs
 from tpplan.report.optimizers import take_step
 from tpplan.report.steps import Step
 from tpplan.report.tracker import Tracker
+from tpplan.report.values import RealValues
 from tpplan.rewrite import apply
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -72,7 +73,7 @@ def execute(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadow = shadow_of(model, mode)
-    args, kwargs = fake_inputs(mode, call)
+    args, kwargs = fake_inputs(mode, call, keep_ids=True)
     with contextlib.ExitStack() as stack:
         mesh = stack.enter_context(fake_world(compiled.tp)) if compiled.tp > 1 else None
         stack.enter_context(mode)
@@ -86,6 +87,7 @@ def execute(
         dimensions = {} if mesh is None else {str(mesh.get_group().group_name): "tp"}
         tracker = Tracker(shadow, lists, dimensions)
         stack.enter_context(quiet())
+        stack.enter_context(RealValues())
         stack.enter_context(tracker)
         try:
             out = shadow(*args, **kwargs)

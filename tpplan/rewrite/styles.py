@@ -12,6 +12,7 @@ from tpplan import planner
 from tpplan.comm import Site, Stream, Transition
 from tpplan.comm.distribute import distributed
 from tpplan.planner import CompiledPlan, ModulePlan
+from tpplan.planner.match import folded
 from tpplan.planner.replay import assign
 from tpplan.rewrite.attention import MultiheadAttention
 from tpplan.rewrite.draws import Draws
@@ -107,7 +108,8 @@ class PlannedStyle(ParallelStyle):
                 if other.number == boundary.number
                 for consumer in other.consumers
             ]
-            names = ", ".join(c.removeprefix(f"{self.plan.path}.") for c in consumers)
+            inner = (folded(c.removeprefix(f"{self.plan.path}.")) for c in consumers)
+            names = ", ".join(dict.fromkeys(inner))
             rule = _text(self.compiled.modules[consumers[0]])
             transition = Transition(
                 self.stream.group,
