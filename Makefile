@@ -33,6 +33,7 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.host_overhead --check
 	$(BIN)/python -m benchmarks.step_time --check
+	$(BIN)/python -m benchmarks.dry_run --check
 
 # the constraints pin torch to a build without CUDA where only a CPU is at hand
 $(READY): pyproject.toml constraints.txt

@@ -54,6 +54,73 @@ def test_json_alone_on_stdout(config: str, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(out)["sequence_parallel"] is False
 
 
+def test_a_page(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    line = f"dry-run llama.yaml --model {config} --tp 2 --seq 16 --loss --html {file}"
+    assert run(capsys, *line.split())[0] == 0
+    page = file.read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert f"tpplan {line}" in page
+
+
+def test_how_a_model_is_trained(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    base = f"dry-run llama.yaml --model {config} --tp 2 --seq 16 --json -"
+    found = {}
+    for options in ("", "--optimizer sgd --clip 0", "--checkpointing", "--loss"):
+        code, out, err = run(capsys, *f"{base} {options}".split())
+        assert (code, err) == (0, "")
+        found[options] = json.loads(out)
+    plain = found[""]
+    assert plain["counts"]["optimizer"]["all_reduce"] == 1
+    assert found["--optimizer sgd --clip 0"]["counts"]["optimizer"]["all_reduce"] == 0
+    assert found["--optimizer sgd --clip 0"]["memory"]["optimizer_per_rank"] == 0
+    assert found["--checkpointing"]["checkpointing"]
+    assert found["--checkpointing"]["memory"] == plain["alternative"]["memory"]
+    assert found["--loss"]["counts"]["forward"]["all_reduce"] == 3
+    code, out, _ = run(
+        capsys, *f"{base} --input input_ids:int64[3,5] --input attention_mask:bool[3,5]".split()
+    )
+    assert json.loads(out)["collectives"][0]["shape"] == [3 * 6, 64]  # five tokens on two ranks
+    code, _, err = run(capsys, *f"{base} --optimizer adamv".split())
+    assert (code, err) == (2, "error: no optimizer 'adamv'; there are adamw, adam, adagrad, "
+                              "rmsprop, sgd, sgd-momentum, none\n")  # fmt: skip
+    code, _, err = run(capsys, *f"{base} --hardware h100".split())
+    assert code == 1
+    assert "h100-nvlink" in err
+
+
+def test_advise(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "advice.json"
+    line = f"advise llama.yaml --model {config} --gpus 4 --batch 8 --seq 16 --json {file}"
+    code, out, err = run(capsys, *line.split())
+    assert (code, err) == (0, "")
+    assert "Choose tp 1" in out
+    advice = json.loads(file.read_text())
+    assert (advice["version"], advice["modelled"]) == (1, True)
+    assert [size["tp"] for size in advice["sizes"]] == [1, 2, 4]
+
+
+def test_diff(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(
+        "tpplan: 1\nextends: llama.yaml\nrules:\n  lm_head: {style: vocab, output: shard}\n"
+        "  model.layers.*.mlp.{gate,up}_proj: replicate\n"
+        "  model.layers.*.mlp.down_proj: replicate\n"
+    )
+    line = f"diff llama.yaml {other} --model {config} --tp 2 --seq 16"
+    code, out, err = run(capsys, *line.split())
+    assert (code, err) == (0, "")
+    assert "model.layers.*.mlp.down_proj.weight" in out
+    assert "forward: all-gather" in out
+    assert "states per rank" in out
+    code, out, _ = run(
+        capsys, *f"diff llama.yaml llama --model {config} --tp 2 --seq 16 --json -".split()
+    )
+    assert json.loads(out) == {
+        "version": 1, "plans": ["llama.yaml", "llama.yaml"], "parameters": [], "figures": [],
+    }  # fmt: skip
+
+
 def test_check_explain_list_show(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "check", "llama.yaml")[0] == 0
     code, out, _ = run(capsys, "check", "llama.yaml", "--model", config, "--tp", "4")

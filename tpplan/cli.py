@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
+        args.typed = ["tpplan", *(sys.argv[1:] if argv is None else argv)]
         command: Callable[[argparse.Namespace], int] = args.run
         return command(args)
     except PlanError as error:
@@ -188,7 +190,8 @@ def _dry_run(args: argparse.Namespace) -> int:
         **_training(args),
     )
     if args.html:
-        Path(args.html).write_text(report.to_html(), encoding="utf-8")
+        page = report.to_html(shlex.join(args.typed))
+        Path(args.html).write_text(page, encoding="utf-8")
     return _shown(report, layout, args.json)
 
 
