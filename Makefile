@@ -21,9 +21,10 @@ test: $(READY)
 thorough: $(READY)
 	TPPLAN_TESTS=all TPPLAN_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-# every shipped plan on every model of its family, at tp 2 and 4, TP and TP+SP
+# every shipped plan on every model of its family, at tp 2 and 4, TP and TP+SP: proved, and what
+# a dry run predicts
 zoo: $(READY)
-	TPPLAN_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) tests/test_zoo.py
+	TPPLAN_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/test_zoo.py tests/report/test_prediction.py
 
 check: $(READY)
 	$(BIN)/ruff check .

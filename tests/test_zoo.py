@@ -6,20 +6,13 @@ them for each, in turn; ``make zoo`` takes them all.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-
 import pytest
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import tpplan
 from benchmarks import zoo
+from tests.shipped import class_of, in_turn, listed, plans
 from tpplan.api import shipped_plans
-from tpplan.language import Plan
 
-WAYS = [(tp, sp) for tp in (2, 4) for sp in (False, True)]
-EVERYTHING = os.environ.get("TPPLAN_ZOO") == "all"
-PLANS: Mapping[str, Plan] = {cls: plan for plan in shipped_plans() for cls in plan.models}
 # more collectives than the floor, for reasons the plans state
 ABOVE_THE_FLOOR = {
     "gpt_neox.yaml": "two norms on one input",
@@ -40,23 +33,7 @@ ABOVE_THE_FLOOR = {
 ROUNDED = {"apertus"}
 
 
-def _class_of(label: str) -> str:
-    name, _, cls = label.partition(" (")
-    kind = zoo.VARIANTS[name][0] if name in zoo.VARIANTS else name
-    return cls.removesuffix(")") or str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
-
-
-def _cases() -> list[tuple[str, int, bool]]:
-    """Model, tp, sequence parallelism; by the label the zoo's tables have."""
-    covered = [label for label in zoo.makers() if _class_of(label) in PLANS]
-    chosen = []
-    for index, label in enumerate(covered):
-        ways = WAYS if EVERYTHING else [WAYS[index % len(WAYS)]]
-        chosen += [(label, tp, sp) for tp, sp in ways]
-    return chosen
-
-
-@pytest.mark.parametrize(("name", "tp", "sp"), _cases())
+@pytest.mark.parametrize(("name", "tp", "sp"), in_turn(listed()))
 def test_proved(name: str, tp: int, sp: bool) -> None:
     model = zoo.makers()[name]()
     plan = tpplan.load_plan("auto", model)
@@ -74,7 +51,7 @@ def test_proved(name: str, tp: int, sp: bool) -> None:
 
 
 def test_every_plan_is_proved() -> None:
-    proved = {PLANS[_class_of(name)].name for name, _, _ in _cases()}
+    proved = {plans()[class_of(name)].name for name, _, _ in in_turn(listed())}
     unproved = {plan.name for plan in shipped_plans()} - proved
     # not of transformers; proved in tests/rewrite/test_gpt.py
     assert unproved <= {"gpt.yaml"}
