@@ -24,7 +24,7 @@ from tpplan.report import Recorder
 
 RANKS, BATCH, SEQUENCE = 2, 2, 128
 MODES = {"TP": False, "TP+SP": True}
-PHASES = ("forward", "backward", "gradient_sync")
+PHASES = ("forward", "backward", "gradient_sync", "optimizer")
 
 
 def new_model() -> nn.Module:
@@ -44,7 +44,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def measure(sequence_parallel: bool) -> dict[str, Any]:
-    """On a rank: shard, run forward and backward, compare."""
+    """On a rank: shard, take a training step, compare."""
     reference = new_model()
     model = copy.deepcopy(reference)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
@@ -58,12 +58,17 @@ def measure(sequence_parallel: bool) -> dict[str, Any]:
         logits = logits.full_tensor()
     expected = reference(**batch())
     expected.loss.backward()
-    return {
-        "collectives": [_key(c) for c in recorder.collectives if c.phase in PHASES],
+    errors = {
         "loss": gradient_error({"": out.loss.detach()}, {"": expected.loss.detach()}),
         "logits": gradient_error({"": logits}, {"": expected.logits.detach()}),
         "gradients": gradient_error(_gradients(model), _gradients(reference)),
     }
+    # after the gradients are compared: clipping changes them
+    with Recorder() as stepping, stepping.during("optimizer"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.optim.AdamW(model.parameters()).step()
+    sent = [*recorder.collectives, *stepping.collectives]
+    return {"collectives": [_key(c) for c in sent if c.phase in PHASES], **errors}
 
 
 def measure_all() -> dict[str, dict[str, Any]]:
