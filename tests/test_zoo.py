@@ -13,7 +13,7 @@ from benchmarks import zoo
 from tests.shipped import class_of, in_turn, listed, plans
 from tpplan.api import shipped_plans
 
-# more collectives than the floor, for reasons the plans state
+# plans, and single models, with more collectives than the floor, for reasons the plans state
 ABOVE_THE_FLOOR = {
     "gpt_neox.yaml": "two norms on one input",
     "falcon.yaml": "two norms on one input (40B)",
@@ -24,6 +24,7 @@ ABOVE_THE_FLOOR = {
     "whisper.yaml": "as bart.yaml; what is before the first layer stays whole",
     "ctrl.yaml": "what is before the first layer stays whole",
     "phi4_multimodal.yaml": "what is before the first layer stays whole",
+    "big_bird": "the first token is picked out of the whole sequence for the pooler",
     "bitnet.yaml": "norms over the sharded width",
     "git.yaml": "the image encoder hands its output over whole",
     "moshi.yaml": "the last hidden states are part of the answer",
@@ -46,7 +47,7 @@ def test_proved(name: str, tp: int, sp: bool) -> None:
     for phase, floor in result.floor.items():
         measured = {kind: n for kind, n in result.counts[phase].items() if n}
         least = {kind: n for kind, n in floor.items() if n}
-        if plan.name not in ABOVE_THE_FLOOR:
+        if not {plan.name, name} & ABOVE_THE_FLOOR.keys():
             assert measured == least, phase
 
 
