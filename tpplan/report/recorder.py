@@ -102,8 +102,8 @@ class Recorder(TorchDispatchMode):
         outside = site is None
         if site is None:
             site = _STEPPING if self.phase == "optimizer" else _OUTSIDE
-        given = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
-        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)] or given
+        given = tensors_in(args)
+        made = tensors_in(out) or given
         tensor = max((*given, *made), key=lambda t: t.numel())
         group = _group(func, args, kwargs)
         shape = tuple(int(n) for n in tensor.shape)
@@ -120,6 +120,11 @@ class Recorder(TorchDispatchMode):
             dimension=self._dimension(group) if outside else "tp",
             ranks=group.size(),
         )
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in ``values``, however nested."""
+    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
 
 
 def _group(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dist.ProcessGroup:

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import (
     flop_registry,
     sdpa_backward_flop_count,
     sdpa_flop_count,
 )
 
-from tpplan.compat import local_of, rehearsed_in, running_node, sequence_number
-from tpplan.report.recorder import Recorder
+from tpplan.compat import FakeTensor, local_of, rehearsed_in, running_node, sequence_number
+from tpplan.report.recorder import Recorder, tensors_in
 from tpplan.report.steps import Collective, Element, Matmul, Step
 
 _aten = torch.ops.aten
@@ -154,12 +153,14 @@ class Tracker(Recorder):
             return NotImplemented
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # its fake would be another tensor
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # half of all that is asked, and never work
         if self._aside.depth:
             return func(*args, **(kwargs or {}))
         self._enter_step()
         before = len(self.collectives)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        given, made = _tensors((args, kwargs)), _tensors(out)
+        given, made = tensors_in((args, kwargs)), tensors_in(out)
         theirs = {t.untyped_storage()._cdata for t in given}
         new = [t for t in made if t.untyped_storage()._cdata not in theirs]
         for tensor in new:
@@ -230,7 +231,3 @@ class Tracker(Recorder):
         """Everything recorded so far, in order."""
         self._close(None)
         return tuple(step.closed(collective) for step, collective in self._closed)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]

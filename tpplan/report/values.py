@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tpplan.compat import FakeTensor, NeedsValuesError, without_fakes
+from tpplan.report.recorder import tensors_in
 
 _LARGEST = 2**20
 """Elements; what is larger (a mask for each pair of tokens) stays fake."""
@@ -30,7 +30,9 @@ class RealValues(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
+        if any(isinstance(t, FakeTensor) for t in args):  # most ops
+            return func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
         random = torch.Tag.nondeterministic_seeded in func.tags
         if func.namespace != "aten" or random or any(isinstance(t, FakeTensor) for t in given):
             return func(*args, **kwargs)
@@ -40,14 +42,10 @@ class RealValues(TorchDispatchMode):
             except NeedsValuesError:
                 out, made = None, []
             else:
-                made = _tensors(out)
+                made = tensors_in(out)
                 if not given and any(t.is_floating_point() for t in made):
                     return out
             if any(t.numel() > _LARGEST for t in made):
                 return out
         with without_fakes():
             return func(*args, **kwargs)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
