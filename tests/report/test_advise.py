@@ -11,6 +11,9 @@ from tests.models import hf
 from tpplan.report.advise import Advice
 from tpplan.report.hardware import load_hardware
 
+# the sweep they read is made once, in one process
+pytestmark = pytest.mark.xdist_group("advise")
+
 H100 = load_hardware("h100-nvlink")
 PAIRS = replace(H100, name="pairs", node=2)
 

@@ -36,7 +36,7 @@ def assert_equal(folded: Report, whole: Report) -> None:
 
 
 DEEP: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 9},
+    "llama": {"num_hidden_layers": 8},
     "qwen3": {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8},
     "gpt2": {"n_layer": 8},
     "gptj": {"n_layer": 8},

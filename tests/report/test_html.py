@@ -22,6 +22,9 @@ from tpplan.report.html import render_html
 from tpplan.report.paths import folded_text
 from tpplan.report.tree import module_tree
 
+# the reports they read take longer to make than to read: once, in one process
+pytestmark = pytest.mark.xdist_group("html")
+
 VOID = {"br", "col", "input", "link", "meta", "wbr"}
 SECTIONS = ["figures", "modules", "collectives", "timeline", "memory", "scaling"]
 

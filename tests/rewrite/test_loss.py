@@ -288,6 +288,8 @@ def predicted_job(mesh: DeviceMesh, sp: bool) -> Errors:
             loss = model(**call).loss
             with recorder.during("backward"):
                 loss.backward()
+        if mesh.get_rank():
+            continue
         report = tpplan.dry_run(
             whole, "llama.yaml", mesh.size(), sequence_parallel=sp, inputs=call, optimizer=None
         )
