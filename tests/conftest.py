@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ranks import Ranks
+from tests.thorough import THOROUGH
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Such tests take most of the suite's time, and what they prove in one combination rarely fails
     in another. Which two goes by the test's name; ``make thorough`` runs all four.
     """
-    if os.environ.get("TPPLAN_TESTS") == "all":
+    if THOROUGH:
         return
     kept, left = [], []
     for item in items:

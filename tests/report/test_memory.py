@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import time
 from typing import Any
 
@@ -21,6 +20,7 @@ from benchmarks import zoo
 from tests.models import hf
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
+from tests.thorough import THOROUGH
 from tpplan.compat import fake_world
 from tpplan.report.execute import objective
 
@@ -51,7 +51,7 @@ def bert() -> Any:
 
 # sequence parallelism, recomputation: in a run of the suite each value of each
 WAYS = [(False, False), (True, True)]
-if os.environ.get("TPPLAN_TESTS") == "all":
+if THOROUGH:
     WAYS += [(True, False), (False, True)]
 MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert}
 
