@@ -18,7 +18,7 @@ from tpplan.language import Diagnostic, Plan, PlanError, load, parse_mapping
 from tpplan.planner import CompiledPlan, compile_plan
 from tpplan.proof import Verification
 from tpplan.report import Advice, Report, Setting, Task, Training, with_companions, with_labels
-from tpplan.report.hardware import HardwareSource, load_hardware
+from tpplan.report.hardware import DEFAULT, HardwareSource, load_hardware
 from tpplan.report.optimizers import OptimizerSource, optimizer_named
 from tpplan.report.rehearse import rehearse
 from tpplan.rewrite import apply, plan_of
@@ -120,7 +120,7 @@ def dry_run(
     master_weights: bool = True,
     checkpointing: bool = False,
     fold: bool = True,
-    hardware: HardwareSource = "h100-nvlink",
+    hardware: HardwareSource = DEFAULT,
     compare: bool = False,
 ) -> Report:
     """What ``plan`` does to ``model`` on ``tp`` ranks: placements, collectives, memory, time.
@@ -172,7 +172,7 @@ def advise(
     max_norm: float | None = 1.0,
     master_weights: bool = True,
     checkpointing: bool = False,
-    hardware: HardwareSource = "h100-nvlink",
+    hardware: HardwareSource = DEFAULT,
     told: Callable[[str], None] = lambda _: None,
 ) -> Advice:
     """How to share out ``gpus`` GPUs for training ``model``: what fits, what is fastest, and why.

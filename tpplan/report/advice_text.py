@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpplan.report.advise import USABLE, Advice, Choice, Size
-from tpplan.report.text import duration, size
+from tpplan.report.units import duration, size
 
 
 def render(advice: Advice, width: int = 120) -> str:

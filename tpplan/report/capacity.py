@@ -11,7 +11,6 @@ from tpplan.report.markup import (
     Html,
     badge,
     details,
-    duration,
     section,
     share,
     table,
@@ -19,7 +18,7 @@ from tpplan.report.markup import (
 )
 from tpplan.report.memory import Memory
 from tpplan.report.report import Report
-from tpplan.report.text import size
+from tpplan.report.units import duration, size
 
 
 def mode(report: Report) -> str:

@@ -15,7 +15,7 @@ from tpplan.planner import ParameterPlan
 from tpplan.planner.match import folded
 from tpplan.report.report import Report
 from tpplan.report.steps import PHASES
-from tpplan.report.text import duration, size
+from tpplan.report.units import duration, size
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from tpplan.report.markup import (
     Column,
     Html,
     badge,
-    duration,
     join,
     section,
     share,
@@ -35,8 +34,8 @@ from tpplan.report.optimizers import OPTIMIZERS
 from tpplan.report.report import Report
 from tpplan.report.sections import collectives, timeline
 from tpplan.report.steps import PHASES
-from tpplan.report.text import number, size
 from tpplan.report.tree import render_tree
+from tpplan.report.units import duration, number, size
 
 _ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path fill="#1f5fa8" '

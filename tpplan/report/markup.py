@@ -166,15 +166,3 @@ def share(part: float, whole: float, of: str = "") -> str:
 def times(shape: Iterable[int]) -> str:
     """A shape, short."""
     return "×".join(map(str, shape)) or "scalar"
-
-
-def duration(seconds: float) -> str:
-    """A time with three digits."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return (
-                f"{seconds * factor:,.0f} {unit}"
-                if seconds >= 1000
-                else f"{seconds * factor:.3g} {unit}"
-            )
-    return f"{seconds * 1e6:.3g} µs"

@@ -13,7 +13,6 @@ from tpplan.report.markup import (
     Html,
     badge,
     details,
-    duration,
     scrolling,
     section,
     table,
@@ -23,8 +22,8 @@ from tpplan.report.markup import (
 from tpplan.report.paths import folded_text
 from tpplan.report.report import Report
 from tpplan.report.steps import PHASES, Collective, Element
-from tpplan.report.text import size
 from tpplan.report.timing import Span
+from tpplan.report.units import duration, size
 
 
 def mode(report: Report) -> str:

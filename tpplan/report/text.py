@@ -13,6 +13,7 @@ from tpplan.planner.match import folded
 from tpplan.report.report import Report
 from tpplan.report.steps import PHASES, Collective
 from tpplan.report.timing import flops_by_module
+from tpplan.report.units import duration, number, size
 
 
 def render(report: Report, width: int = 120) -> str:
@@ -42,35 +43,10 @@ def _title(report: Report) -> Text:
     )
 
 
-def size(count: float) -> str:
-    """Bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
-
-
-def duration(seconds: float) -> str:
-    """A time in the unit that suits it."""
-    for limit, factor, unit in ((1.0, 1.0, "s"), (1e-3, 1e3, "ms")):
-        if seconds >= limit:
-            return f"{seconds * factor:.2f} {unit}"
-    return f"{seconds * 1e6:.0f} µs"
-
-
-def number(count: int) -> str:
-    """A parameter count, short."""
-    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= limit:
-            return f"{count / limit:.2f} {unit}"
-    return str(count)
-
-
 def _table(title: str, *columns: tuple[str, str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name, justify in columns:
-        wraps = name in ("for", "parameter", "module")
+        wraps = name in ("for", "parameter")
         table.add_column(name, justify=justify, overflow="fold", no_wrap=not wraps)  # type: ignore[arg-type]
     return table
 
@@ -140,8 +116,16 @@ def _sites(report: Report) -> Table:
     for c in report.collectives:
         groups[_site(c)] = groups.get(_site(c), 0) + 1
     for (phase, module, kind, shape, each, reason), count in groups.items():
-        table.add_row(phase, module, str(count), kind, shape, each, reason)
+        table.add_row(phase, _broken(module), str(count), kind, shape, each, reason)
     return table
+
+
+def _broken(path: str, width: int = 36) -> str:
+    """A path on lines of at most ``width``, broken after dots where that is possible."""
+    if len(path) <= width:
+        return path
+    at = path.rfind(".", 0, width) + 1 or width
+    return f"{path[:at]}\n  {_broken(path[at:], width - 2)}"
 
 
 def _site(c: Collective) -> tuple[str, ...]:
@@ -168,12 +152,11 @@ def _memory(report: Report) -> Table:
     for name, attribute in rows:
         table.add_row(name, *(size(getattr(memory, attribute)) for _, memory in runs))
     for phase in report.memory.peaks:
-        cells = []
-        for _, memory in runs:
-            peak = memory.peaks[phase]
-            where = f", at {folded(peak.module)}" if peak.module else ""
-            cells.append(f"{size(peak.bytes)} ({size(peak.activations)}{where})")
-        table.add_row(f"peak of {phase} (of it activations)", *cells)
+        peaks = [memory.peaks[phase] for _, memory in runs]
+        table.add_row(f"peak of {phase}", *(size(peak.bytes) for peak in peaks))
+        table.add_row("  of it activations", *(size(peak.activations) for peak in peaks))
+        if any(peak.module for peak in peaks):
+            table.add_row("  reached in", *(folded(peak.module) for peak in peaks))
     return table
 
 

@@ -11,7 +11,7 @@ from tpplan.report.explain import inferences
 from tpplan.report.markup import Html, breakable, details, join, tag, times
 from tpplan.report.memory import parameter_bytes
 from tpplan.report.paths import folded_text
-from tpplan.report.text import size
+from tpplan.report.units import size
 
 _COLUMNS = ("shape", "placement", "local shape", "bytes per rank", "rule", "gradient")
 # beyond so many rows the deeper levels start closed
