@@ -1,0 +1,81 @@
+"""Whether Triton runs here, and how its programs are cut."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+triton: Any = None
+tl: Any = None
+with contextlib.suppress(ImportError):  # a machine without a GPU needs none
+    import triton  # type: ignore[no-redef]
+    import triton.language as tl  # type: ignore[no-redef]  # noqa: F401
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def jit(body: Callable[..., None]) -> Any:
+    """``triton.jit``, or the function as it is where there is no Triton."""
+    return body if triton is None else triton.jit(body)
+
+
+def available() -> bool:
+    """Whether Triton can run anything: on a GPU, or under its interpreter."""
+    return triton is not None and (torch.cuda.is_available() or interpreted())
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter was asked for, which also takes tensors on the CPU."""
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def fused(*tensors: torch.Tensor | None) -> bool:
+    """Whether a kernel can take these tensors; its reference does otherwise."""
+    given = [t for t in tensors if t is not None]
+    return available() and all(
+        (t.is_cuda or interpreted()) and t.dtype in FLOATS and t.numel() > 0 for t in given
+    )
+
+
+def power(n: int) -> int:
+    """The least power of two that is not less than ``n``."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as a matrix with contiguous rows; a copy only where it has to be one."""
+    matrix = x.reshape(-1, x.shape[-1])
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def vector(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """``parameter`` as kernels read it, without strides."""
+    return None if parameter is None else parameter.contiguous()
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many programs run side by side on ``device``."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def differentiably(
+    reference: Callable[..., torch.Tensor],
+    inputs: tuple[torch.Tensor | None, ...],
+    grad: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    """Gradients that can be differentiated again: those of the reference.
+
+    Args:
+        inputs: of ``reference``; ``grad``: of its result.
+    """
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    found = torch.autograd.grad(reference(*inputs), wanted, grad, create_graph=True)
+    by_id = {id(t): g for t, g in zip(wanted, found, strict=True)}
+    return [by_id.get(id(t)) for t in inputs]

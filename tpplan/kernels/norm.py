@@ -1,0 +1,516 @@
+"""LayerNorm and RMSNorm, alone or with the residual addition before them.
+
+LayerNorm: y = (x - mean) / sqrt(var + eps) * w + b (Ba et al. 2016). RMSNorm leaves out the mean
+(Zhang and Sennrich 2019). Statistics and sums are float32, the variance is of what is centred. A
+mean is kept as two numbers, itself and what its rounding left: far from zero the rounding of one
+would be more than that of the values.
+Backward, with u = (x - mean) * rstd and g = dy * w: dx = rstd * (g - mean(g) - u * mean(g * u)),
+without mean(g) for RMSNorm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tpplan.kernels.launch import (
+    differentiably,
+    fused,
+    jit,
+    power,
+    processors,
+    rows_of,
+    tl,
+    vector,
+)
+
+# rows longer than these are read in chunks, and again for each pass: they stay in the cache
+_WHOLE_FORWARD, _WHOLE_BACKWARD, _CHUNK = 32768, 8192, 4096
+
+
+@jit
+def _forward_whole(
+    x, residual, weight, bias, y, total, means, rstds, x_row, r_row, h, eps,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADDS: tl.constexpr,
+    SCALES: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < h
+    values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        values += tl.load(residual + row * r_row + columns, mask=inside, other=0.0).to(tl.float32)
+        values = values.to(total.dtype.element_ty).to(tl.float32)
+        tl.store(total + row * h + columns, values, mask=inside)
+    centred = values
+    if CENTRED:
+        mean = tl.sum(values, 0) / h
+        centred = tl.where(inside, values - mean, 0.0)
+        rest = tl.sum(centred, 0) / h
+        centred = tl.where(inside, centred - rest, 0.0)
+        tl.store(means + 2 * row, mean)
+        tl.store(means + 2 * row + 1, rest)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / h + eps)
+    tl.store(rstds + row, rstd)
+    unit = centred * rstd
+    if EARLY:
+        unit = unit.to(x.dtype.element_ty).to(tl.float32)
+    if SCALES:
+        unit *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    if SHIFTS:
+        unit += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * h + columns, unit, mask=inside)
+
+
+@jit
+def _forward_chunks(
+    x, residual, weight, bias, y, total, means, rstds, x_row, r_row, h, eps,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADDS: tl.constexpr,
+    SCALES: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    mean = 0.0
+    rest = 0.0
+    if CENTRED or ADDS:
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, h, BLOCK):
+            columns = start + lanes
+            inside = columns < h
+            values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+            if ADDS:
+                more = tl.load(residual + row * r_row + columns, mask=inside, other=0.0)
+                values += more.to(tl.float32)
+                values = values.to(total.dtype.element_ty).to(tl.float32)
+                tl.store(total + row * h + columns, values, mask=inside)
+            sums += values
+        if CENTRED:
+            mean = tl.sum(sums, 0) / h
+    squares = tl.zeros((BLOCK,), tl.float32)
+    left = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, h, BLOCK):
+        columns = start + lanes
+        inside = columns < h
+        if ADDS:
+            values = tl.load(total + row * h + columns, mask=inside, other=0.0).to(tl.float32)
+        else:
+            values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+        centred = tl.where(inside, values - mean, 0.0)
+        squares += centred * centred
+        left += centred
+    variance = tl.sum(squares, 0) / h
+    if CENTRED:
+        rest = tl.sum(left, 0) / h
+        variance -= rest * rest
+        tl.store(means + 2 * row, mean)
+        tl.store(means + 2 * row + 1, rest)
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    tl.store(rstds + row, rstd)
+    for start in range(0, h, BLOCK):
+        columns = start + lanes
+        inside = columns < h
+        if ADDS:
+            values = tl.load(total + row * h + columns, mask=inside, other=0.0).to(tl.float32)
+        else:
+            values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+        unit = (values - mean - rest) * rstd
+        if EARLY:
+            unit = unit.to(x.dtype.element_ty).to(tl.float32)
+        if SCALES:
+            unit *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + OFFSET
+        if SHIFTS:
+            unit += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + row * h + columns, unit, mask=inside)
+
+
+@jit
+def _backward_whole(
+    dy, x, weight, means, rstds, dtotal, dx, dws, dbs, dy_row, x_row, d_row, rows, h,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADDS: tl.constexpr,
+    SCALES: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < h
+    scale = tl.full((BLOCK,), 1.0, tl.float32)
+    if SCALES:
+        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    dw = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
+    for step in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
+        row = program + step * tl.num_programs(0)
+        grad = tl.load(dy + row * dy_row + columns, mask=inside, other=0.0).to(tl.float32)
+        unit = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstds + row)
+        if CENTRED:
+            unit = unit - tl.load(means + 2 * row) - tl.load(means + 2 * row + 1)
+        unit = tl.where(inside, unit * rstd, 0.0)
+        scaled = grad * scale
+        result = scaled - unit * (tl.sum(scaled * unit, 0) / h)
+        if CENTRED:
+            result -= tl.sum(scaled, 0) / h
+        result *= rstd
+        if ADDS:
+            more = tl.load(dtotal + row * d_row + columns, mask=inside, other=0.0)
+            result += more.to(tl.float32)
+        tl.store(dx + row * h + columns, result, mask=inside)
+        if DW:
+            if EARLY:
+                unit = unit.to(x.dtype.element_ty).to(tl.float32)
+            dw += grad * unit
+        if DB:
+            db += grad
+    place = program * h + columns
+    if DW:
+        tl.store(dws + place, dw, mask=inside)
+    if DB:
+        tl.store(dbs + place, db, mask=inside)
+
+
+@jit
+def _backward_chunks(
+    dy, x, weight, means, rstds, dtotal, dx, dws, dbs, dy_row, x_row, d_row, rows, h,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADDS: tl.constexpr,
+    SCALES: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    mine = program * h
+    for step in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
+        row = program + step * tl.num_programs(0)
+        rstd = tl.load(rstds + row)
+        mean = 0.0
+        rest = 0.0
+        if CENTRED:
+            mean = tl.load(means + 2 * row)
+            rest = tl.load(means + 2 * row + 1)
+        products = tl.zeros((BLOCK,), tl.float32)
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, h, BLOCK):
+            columns = start + lanes
+            inside = columns < h
+            scaled = tl.load(dy + row * dy_row + columns, mask=inside, other=0.0).to(tl.float32)
+            unit = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+            if SCALES:
+                scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+                scaled *= scale + OFFSET
+            products += scaled * (unit - mean - rest)
+            sums += scaled
+        product = tl.sum(products, 0) * rstd / h
+        shift = tl.sum(sums, 0) / h
+        for start in range(0, h, BLOCK):
+            columns = start + lanes
+            inside = columns < h
+            grad = tl.load(dy + row * dy_row + columns, mask=inside, other=0.0).to(tl.float32)
+            unit = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+            unit = (unit - mean - rest) * rstd
+            scaled = grad
+            if SCALES:
+                scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+                scaled = grad * (scale + OFFSET)
+            result = scaled - unit * product
+            if CENTRED:
+                result -= shift
+            result *= rstd
+            if ADDS:
+                more = tl.load(dtotal + row * d_row + columns, mask=inside, other=0.0)
+                result += more.to(tl.float32)
+            tl.store(dx + row * h + columns, result, mask=inside)
+            # the sums over rows do not fit the registers: each program has its own in the cache
+            if DW:
+                if EARLY:
+                    unit = unit.to(x.dtype.element_ty).to(tl.float32)
+                before = tl.load(dws + mine + columns, mask=inside, other=0.0)
+                tl.store(dws + mine + columns, before + grad * unit, mask=inside)
+            if DB:
+                before = tl.load(dbs + mine + columns, mask=inside, other=0.0)
+                tl.store(dbs + mine + columns, before + grad, mask=inside)
+
+
+def plan_forward(h: int) -> tuple[Any, int, int]:
+    """The kernel for rows of ``h`` columns, its block, and how many warps run it."""
+    if h > _WHOLE_FORWARD:
+        return _forward_chunks, _CHUNK, 8
+    block = power(h)
+    return _forward_whole, block, min(max(block // 1024, 1), 32)
+
+
+def plan_backward(h: int) -> tuple[Any, int, int]:
+    """As ``plan_forward``, for the gradients."""
+    if h > _WHOLE_BACKWARD:
+        return _backward_chunks, _CHUNK, 8
+    block = power(h)
+    return _backward_whole, block, min(max(block // 512, 1), 16)
+
+
+def _centred(x: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
+    """Less the means of its rows, in at least float32."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    if means.numel() == 0:
+        return wide
+    pairs = means.reshape(*x.shape[:-1], 2)
+    return wide - pairs[..., :1] - pairs[..., 1:]
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    offset: float,
+    early: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the kernel computes, by PyTorch's own ops: the norm, and each row's statistics."""
+    top = x if x.dtype == torch.float64 else x.float()
+    means = top.new_empty(0)
+    if centred:
+        mean = top.mean(-1, keepdim=True)
+        rest = (top - mean).mean(-1, keepdim=True)
+        top, means = top - mean - rest, torch.cat([mean, rest], -1).flatten()
+    rstd = torch.rsqrt(top.square().mean(-1, keepdim=True) + eps)
+    unit = top * rstd
+    if early:
+        unit = unit.to(x.dtype).to(top.dtype)
+    if weight is not None:
+        unit = unit * (weight.to(top.dtype) + offset)
+    if bias is not None:
+        unit = unit + bias.to(top.dtype)
+    return unit.to(_result(x, weight, early)), means, rstd.flatten()
+
+
+def _result(x: torch.Tensor, weight: torch.Tensor | None, early: bool) -> torch.dtype:
+    # what is cast before it is scaled takes part in PyTorch's promotion
+    return torch.promote_types(x.dtype, weight.dtype) if early and weight is not None else x.dtype
+
+
+@torch.library.custom_op("tpplan::norm", mutates_args=())
+def _norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    offset: float,
+    early: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    if not fused(x, residual, weight, bias):
+        total = x if residual is None else x + residual
+        found = reference(total, weight, bias, eps, centred, offset, early)
+        return found[0], x.new_empty(0) if residual is None else total, found[1], found[2]
+    matrix, h = rows_of(x), x.shape[-1]
+    more = matrix if residual is None else rows_of(residual)
+    rows = matrix.shape[0]
+    y = x.new_empty(x.shape, dtype=_result(x, weight, early))
+    total = x.new_empty(0 if residual is None else x.shape)
+    means = x.new_empty(2 * rows if centred else 0, dtype=torch.float32)
+    rstds = x.new_empty(rows, dtype=torch.float32)
+    kernel, block, warps = plan_forward(h)
+    kernel[(rows,)](
+        matrix, more, vector(weight), vector(bias), y, total, means, rstds, matrix.stride(0), more.stride(0), h,
+        eps, OFFSET=offset, CENTRED=centred, EARLY=early, ADDS=residual is not None,
+        SCALES=weight is not None, SHIFTS=bias is not None, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return y, total, means, rstds
+
+
+@_norm.register_fake
+def _norm_fake(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
+    offset: float,
+    early: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = x.numel() // max(x.shape[-1], 1)
+    statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (
+        x.new_empty(x.shape, dtype=_result(x, weight, early)),
+        x.new_empty(0 if residual is None else x.shape),
+        x.new_empty(2 * rows if centred else 0, dtype=statistics),
+        x.new_empty(rows, dtype=statistics),
+    )
+
+
+@torch.library.custom_op("tpplan::norm_backward", mutates_args=())
+def _norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    means: torch.Tensor,
+    rstds: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    offset: float,
+    early: bool,
+    scales: bool,
+    shifts: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    centred, h = means.numel() > 0, x.shape[-1]
+    if not fused(dy, x, weight, dtotal):
+        return _reference_backward(
+            dy, x, weight, means, rstds, dtotal, offset, early, scales, shifts
+        )
+    grad, matrix = rows_of(dy), rows_of(x)
+    more = grad if dtotal is None else rows_of(dtotal)
+    rows = matrix.shape[0]
+    kernel, block, warps = plan_backward(h)
+    programs = min(rows, processors(x.device) * max(1, min(8, _WHOLE_BACKWARD // block)))
+    partial = torch.empty if block >= h else torch.zeros
+    dws, dbs = (
+        partial((programs if wanted else 0, h), dtype=torch.float32, device=x.device)
+        for wanted in (scales, shifts)
+    )
+    dx = x.new_empty(x.shape)
+    kernel[(programs,)](
+        grad, matrix, vector(weight), means, rstds, more, dx, dws, dbs, grad.stride(0), matrix.stride(0),
+        more.stride(0), rows, h, OFFSET=offset, CENTRED=centred, EARLY=early,
+        ADDS=dtotal is not None, SCALES=weight is not None, DW=scales, DB=shifts, BLOCK=block,
+        num_warps=warps,
+    )  # fmt: skip
+    return dx, dws.sum(0) if scales else dws[0:0, 0], dbs.sum(0) if shifts else dbs[0:0, 0]
+
+
+def _reference_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    means: torch.Tensor,
+    rstds: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    offset: float,
+    early: bool,
+    scales: bool,
+    shifts: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    each = (*x.shape[:-1], 1)
+    centred = means.numel() > 0
+    rstd = rstds.reshape(each)
+    unit = _centred(x, means) * rstd
+    grad = dy.to(unit.dtype)
+    scaled = grad if weight is None else grad * (weight.to(unit.dtype) + offset)
+    dx = scaled - unit * (scaled * unit).mean(-1, keepdim=True)
+    if centred:
+        dx = dx - scaled.mean(-1, keepdim=True)
+    dx = dx * rstd
+    if dtotal is not None:
+        dx = dx + dtotal
+    if early:
+        unit = unit.to(x.dtype).to(unit.dtype)
+    over = tuple(range(x.dim() - 1))
+    nothing = unit.new_empty(0)
+    dw = (grad * unit).sum(over) if scales else nothing
+    return dx.to(x.dtype), dw, grad.sum(over) if shifts else nothing
+
+
+@_norm_backward.register_fake
+def _norm_backward_fake(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    means: torch.Tensor,
+    rstds: torch.Tensor,
+    dtotal: torch.Tensor | None,
+    offset: float,
+    early: bool,
+    scales: bool,
+    shifts: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    h = x.shape[-1]
+    return (
+        x.new_empty(x.shape),
+        rstds.new_empty(h if scales else 0),
+        rstds.new_empty(h if shifts else 0),
+    )
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    x, residual, weight, bias, ctx.eps, ctx.centred, ctx.offset, ctx.early = inputs
+    _, total, means, rstds = output
+    ctx.adds = residual is not None
+    ctx.mark_non_differentiable(means, rstds)
+    if not ctx.adds:
+        ctx.mark_non_differentiable(total)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(total if ctx.adds else x, weight, bias, means, rstds)
+
+
+def _backward(
+    ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None, *_: Any
+) -> tuple[Any, ...]:
+    x, weight, bias, means, rstds = ctx.saved_tensors
+    if dy is None:
+        dx, dw, db = dtotal, None, None
+    elif torch.is_grad_enabled():
+        dx, dw, db = differentiably(
+            lambda x, w, b: reference(x, w, b, ctx.eps, ctx.centred, ctx.offset, ctx.early)[0],
+            (x, weight, bias),
+            dy,
+        )
+        if ctx.adds and dx is not None and dtotal is not None:
+            dx = dx + dtotal
+    else:
+        wanted = [
+            t is not None and need
+            for t, need in zip((weight, bias), ctx.needs_input_grad[2:4], strict=True)
+        ]
+        dx, *rest = _norm_backward(
+            dy,
+            x,
+            weight,
+            means,
+            rstds,
+            dtotal if ctx.adds else None,
+            ctx.offset,
+            ctx.early,
+            *wanted,
+        )
+        dw, db = (
+            grad.to(t.dtype) if want else None
+            for grad, t, want in zip(rest, (weight, bias), wanted, strict=True)
+        )
+    return dx, dx if ctx.adds else None, dw, db, None, None, None, None
+
+
+_norm.register_autograd(_backward, setup_context=_setup)
+
+
+def norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float,
+    centred: bool,
+    offset: float = 0.0,
+    early: bool = False,
+) -> torch.Tensor:
+    """LayerNorm (``centred``) or RMSNorm of the last dimension of ``x``, of any shape.
+
+    Args:
+        weight, bias: of shape (h,), or None.
+        offset: is added to the weight (Gemma stores it less one).
+        early: whether what is normalised is rounded to the dtype of ``x`` before it is scaled
+            (Llama); the result then is of the dtype that PyTorch promotes both to.
+    """
+    return _norm(x, None, weight, bias, eps, centred, offset, early)[0]  # type: ignore[no-any-return]
+
+
+def residual_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float,
+    centred: bool,
+    offset: float = 0.0,
+    early: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of ``x + residual``, and that sum, which the stream goes on with; see ``norm``."""
+    y, total, _, _ = _norm(x, residual, weight, bias, eps, centred, offset, early)
+    return y, total
