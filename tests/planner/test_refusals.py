@@ -170,12 +170,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         2,
         "'heads*2' is 16, but n_head is 8",
     ),
-    "kernels that do not exist yet": (
-        hf,
-        {"tpplan": 1, "extends": "llama.yaml", "kernels": {"rms_norm": "triton"}, "rules": {}},
-        2,
-        "'triton' is not available in this version",
-    ),
 }
 
 

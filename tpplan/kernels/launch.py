@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ with contextlib.suppress(ImportError):  # a machine without a GPU needs none
     import triton  # type: ignore[no-redef]
     import triton.language as tl  # type: ignore[no-redef]  # noqa: F401
 
+_INTERPRETER = threading.Lock()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,6 +41,21 @@ def fused(*tensors: torch.Tensor | None) -> bool:
     return available() and all(
         (t.is_cuda or interpreted()) and t.dtype in FLOATS and t.numel() > 0 for t in given
     )
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """``kernel`` on a grid of programs, to be called with its arguments.
+
+    The interpreter replaces Triton's language while it runs: one thread at a time.
+    """
+    if not interpreted():
+        return kernel[grid]  # type: ignore[no-any-return]
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        with _INTERPRETER:
+            kernel[grid](*args, **kwargs)
+
+    return run
 
 
 def power(n: int) -> int:

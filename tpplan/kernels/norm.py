@@ -18,6 +18,7 @@ from tpplan.kernels.launch import (
     differentiably,
     fused,
     jit,
+    launch,
     power,
     processors,
     rows_of,
@@ -308,10 +309,11 @@ def _norm(
     means = x.new_empty(2 * rows if centred else 0, dtype=torch.float32)
     rstds = x.new_empty(rows, dtype=torch.float32)
     kernel, block, warps = plan_forward(h)
-    kernel[(rows,)](
-        matrix, more, vector(weight), vector(bias), y, total, means, rstds, matrix.stride(0), more.stride(0), h,
-        eps, OFFSET=offset, CENTRED=centred, EARLY=early, ADDS=residual is not None,
-        SCALES=weight is not None, SHIFTS=bias is not None, BLOCK=block, num_warps=warps,
+    launch(kernel, (rows,))(
+        matrix, more, vector(weight), vector(bias), y, total, means, rstds, matrix.stride(0),
+        more.stride(0), h, eps, OFFSET=offset, CENTRED=centred, EARLY=early,
+        ADDS=residual is not None, SCALES=weight is not None, SHIFTS=bias is not None,
+        BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return y, total, means, rstds
 
@@ -366,9 +368,9 @@ def _norm_backward(
         for wanted in (scales, shifts)
     )
     dx = x.new_empty(x.shape)
-    kernel[(programs,)](
-        grad, matrix, vector(weight), means, rstds, more, dx, dws, dbs, grad.stride(0), matrix.stride(0),
-        more.stride(0), rows, h, OFFSET=offset, CENTRED=centred, EARLY=early,
+    launch(kernel, (programs,))(
+        grad, matrix, vector(weight), means, rstds, more, dx, dws, dbs, grad.stride(0),
+        matrix.stride(0), more.stride(0), rows, h, OFFSET=offset, CENTRED=centred, EARLY=early,
         ADDS=dtotal is not None, SCALES=weight is not None, DW=scales, DB=shifts, BLOCK=block,
         num_warps=warps,
     )  # fmt: skip

@@ -67,14 +67,6 @@ def check_unmentioned(
         complaints.about(None, small, message, hint)
 
 
-def check_kernels(wanted: Mapping[str, str], complaints: Complaints) -> None:
-    """Which implementations there are."""
-    for kind, implementation in wanted.items():
-        if implementation not in ("auto", "torch"):
-            message = f"kernels: {kind}: '{implementation}' is not available in this version"
-            complaints.say(message, complaints.position_of("kernels:"), "use 'auto' or 'torch'")
-
-
 def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> None:
     """What the flow of tensors through the regions and the stream shows."""
     complaints.by_rule(

@@ -24,6 +24,7 @@ from tpplan.planner.compiled import (
 )
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import follow
+from tpplan.planner.kernels import choose, implementations
 from tpplan.planner.match import match
 from tpplan.planner.probe import probe_modules
 from tpplan.planner.replay import Failure, prove
@@ -107,12 +108,7 @@ class _Compiler:
                 if any(self.rule_of(name) is not None for name in names)
             }
             checks.check_unmentioned(parameters, mentioned, self.complaints)
-        wanted = (
-            {"all": kernels}
-            if isinstance(kernels, str)
-            else {**self.plan.kernels, **(kernels or {})}
-        )
-        checks.check_kernels(wanted, self.complaints)
+        self.kernels = implementations(self.plan.kernels, kernels)
 
     def check_ties(self) -> None:
         for names in self.names.values():
@@ -466,7 +462,10 @@ class _Compiler:
         finding = self.probed.get(path)
         if finding is None or finding.kind is None:
             return None
-        return KernelChoice(finding.kind, "torch", "the module's own forward; no fused kernel yet")
+        obstacle = None
+        if self.styles.get(path) == "colwise":
+            obstacle = "its width is sharded"
+        return choose(finding.kind, finding.form, self.kernels, obstacle)
 
     def _in_element(self, path: str) -> bool:
         return any(e and (path == e or path.startswith(e + ".")) for e in self.elements)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpplan.kernels.norm import reference
+from tpplan.planner.compiled import NormForm
 from tpplan.planner.infer import stream_input
 from tpplan.planner.trace import Trace
 
@@ -28,12 +30,13 @@ class Finding:
     Attributes:
         mixes: its result at one position depends on other positions.
         kind: "layer_norm" or "rms_norm" where it computes one, else None.
-        offset: its scale is stored less one.
-        eps: what the norm adds to the mean of squares.
+        form: how exactly, if a kernel computes the very same; else None.
+        offset, eps: of a norm, as in its form.
     """
 
     mixes: bool
     kind: str | None
+    form: NormForm | None = None
     offset: bool = False
     eps: float = 0.0
 
@@ -87,9 +90,12 @@ def _probe(module: nn.Module, width: int) -> Finding:
         if not isinstance(whole, torch.Tensor):
             return Finding(False, None)
         rows = torch.cat([twin(x[:, i : i + 1]) for i in range(_ROWS)], dim=1)
-    kind, offset = _kind(twin, x, whole)
-    eps = 0.0 if kind is None else _eps(twin, x, kind, offset)
-    return Finding(not _equal(whole, rows), kind, offset, eps)
+        kind, offset = _kind(twin, x, whole)
+        mixes = not _equal(whole, rows)
+        if kind is None or mixes:
+            return Finding(mixes, kind)
+        eps = _eps(twin, x, kind, offset)
+        return Finding(mixes, kind, _form(twin, x, kind, offset, eps), offset, eps)
 
 
 def _kind(module: nn.Module, x: torch.Tensor, result: torch.Tensor) -> tuple[str | None, bool]:
@@ -113,16 +119,53 @@ def _eps(module: nn.Module, x: torch.Tensor, kind: str, offset: bool) -> float:
 
     The module states it under one of many names: its attribute that is nearest is taken.
     """
-    if kind != "rms_norm":
-        return 0.0
-    small = x * 1e-3
-    weight = next(p for p in module.parameters() if p.shape == x.shape[-1:])
-    ratio = small * (1 + weight if offset else weight) / module(small)
-    solved = float(
-        (ratio.double().square() - small.double().square().mean(-1, keepdim=True)).mean()
-    )
+    weight, *shift = (p for p in module.parameters() if p.shape == x.shape[-1:])
+    small = (x * 1e-3).double()
+    if kind == "layer_norm":
+        small = small - small.mean(-1, keepdim=True)
+    result = module(x * 1e-3).double() - (shift[0] if shift else 0.0)
+    root = (small * (1 + weight if offset else weight)).abs().sum() / result.abs().sum()
+    solved = float(root.square() - small.square().mean())
     stated = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-2]
-    return min(stated, key=lambda v: abs(v - solved), default=solved)
+    return min(stated, key=lambda v: abs(v - solved), default=max(solved, 0.0))
+
+
+def _form(
+    module: nn.Module, x: torch.Tensor, kind: str, offset: bool, eps: float
+) -> NormForm | None:
+    """The form in which the kernel's formula answers as ``module`` does, also in bfloat16."""
+    own = {name: p for name, p in module.named_parameters() if p.shape == x.shape[-1:]}
+    if any("." in name for name in own) or len(own) != len(list(module.parameters())):
+        return None
+    names = (*own, None)[:2]
+    wide, narrow = (copy.deepcopy(module).to(dtype) for dtype in (torch.float32, torch.bfloat16))
+    for early in (False, True):
+        form = NormForm(kind == "layer_norm", eps, float(offset), early, names[0], names[1])
+        if all(
+            _same(computed(twin, form, given), twin(given), tolerance)
+            for twin, given, tolerance in (
+                (wide, x - 1, 1e-5),
+                (wide, x * 1e-3, 1e-5),
+                (narrow, x.bfloat16(), 0.0),
+            )
+        ):
+            return form
+    return None
+
+
+def computed(module: nn.Module, form: NormForm, x: torch.Tensor) -> torch.Tensor:
+    """What the kernel of ``form`` makes of ``x`` with the parameters of ``module``."""
+    weight, bias = (None if n is None else module.get_parameter(n) for n in form.names)
+    return reference(x, weight, bias, form.eps, form.centred, form.offset, form.early)[0]
+
+
+def _same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    """Whether two results agree; in 16 bits nearly all numbers have to be the same."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if tolerance:
+        return bool((a - b).abs().max() <= tolerance * b.abs().max())
+    return bool((a == b).float().mean() >= 0.97)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

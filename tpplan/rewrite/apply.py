@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from tpplan.comm import Stream
 from tpplan.planner import CompiledPlan
 from tpplan.rewrite.entry import Entry
-from tpplan.rewrite.styles import PlannedStyle
+from tpplan.rewrite.styles import PlannedStyle, swap_kernels
 
 _MARK = "_tpplan_plan"
 
@@ -48,6 +48,8 @@ def apply(
             }
             parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)
             _move_buffers(model, mesh.device_type)
+        else:
+            swap_kernels(model, compiled, _device_type(model))
         object.__setattr__(model, _MARK, compiled)
     except BaseException:
         for module, original, attributes, parameters, buffers in before:
@@ -65,6 +67,10 @@ def _move_buffers(model: nn.Module, device_type: str) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type not in (device_type, "meta"):
                 module._buffers[name] = buffer.to(device_type)
+
+
+def _device_type(model: nn.Module) -> str:
+    return next((p.device.type for p in model.parameters()), "cpu")
 
 
 def plan_of(model: nn.Module) -> CompiledPlan | None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.comm import Stream, Transition
 from tpplan.comm.distribute import distributed
-from tpplan.planner import ModulePlan
+from tpplan.planner import KernelChoice, ModulePlan
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.parameters import Own
 
@@ -126,13 +126,14 @@ class LocalParameters(Lowered):
 
 def lower(
     module: nn.Module,
-    roles: Sequence[type[Lowered]],
-    state: State,
+    roles: Sequence[type[nn.Module]],
+    state: State | KernelChoice,
     inner: type[Lowered] | None = None,
 ) -> None:
     """Give ``module`` the classes ``roles`` (the outermost first) in front of its own.
 
     Args:
+        state: what they know; the kernel alone in a model that is not sharded.
         inner: a role that takes the place of torch's class that the module's own derives from,
             so that what the module's own class adds to it goes on working.
     """
@@ -142,7 +143,7 @@ def lower(
 
 @functools.cache
 def _class(
-    roles: tuple[type[Lowered], ...], original: type[nn.Module], inner: type[Lowered] | None
+    roles: tuple[type[nn.Module], ...], original: type[nn.Module], inner: type[Lowered] | None
 ) -> type[nn.Module]:
     body: dict[str, Any] = {
         "__module__": original.__module__,

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tpplan import planner
 from tpplan.comm import Site, Stream, Transition
 from tpplan.comm.distribute import distributed
+from tpplan.kernels.launch import available
 from tpplan.planner import CompiledPlan, ModulePlan
 from tpplan.planner.match import folded
 from tpplan.planner.replay import assign
@@ -19,7 +20,7 @@ from tpplan.rewrite.draws import Draws
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseScattered, RowwiseTogether
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
-from tpplan.rewrite.norm import WidthNorm
+from tpplan.rewrite.norm import FusedNorm, WholeNorm, WidthNorm
 from tpplan.rewrite.parameters import Own
 from tpplan.rewrite.streams import (
     Apart,
@@ -78,7 +79,7 @@ class PlannedStyle(ParallelStyle):
             module._parameters[leaf] = self.installed[entry.name]
         for name, (_, local) in self.plan.attributes.items():
             assign(module, name, local)
-        roles, inner = roles_of(self.plan, module)
+        roles, inner = roles_of(self.plan, module, runs_fused(self.plan, device_mesh.device_type))
         if roles or inner is not None:
             site = summing_site(self.plan.path)
             own = Own(module, self.plan.parameters, summed, site, apart)
@@ -124,10 +125,28 @@ def _text(plan: ModulePlan) -> str | None:
     return None if plan.rule is None else plan.rule.pattern.text
 
 
+def runs_fused(plan: ModulePlan, device_type: str) -> bool:
+    """Whether a fused kernel stands for the module on this device."""
+    choice = plan.kernel
+    if choice is None or choice.form is None:
+        return False
+    by_itself = choice.implementation == "auto" and device_type == "cuda" and available()
+    return by_itself or choice.implementation == "triton"
+
+
+def swap_kernels(model: nn.Module, compiled: CompiledPlan, device_type: str) -> None:
+    """The fused kernels of a model that is not sharded."""
+    for path, plan in compiled.modules.items():
+        if plan.kernel is not None and runs_fused(plan, device_type):
+            lower(model.get_submodule(path), [WholeNorm], plan.kernel)
+
+
 def roles_of(
-    plan: ModulePlan, module: nn.Module
+    plan: ModulePlan, module: nn.Module, fused: bool = False
 ) -> tuple[list[type[Lowered]], type[Lowered] | None]:
     """The classes a module takes on, the outermost first, and the one in torch's class's place.
+
+    ``fused``: whether its kernel stands for its own forward.
 
     An embedding whose class adds something to torch's (a scale, an offset of the positions) keeps
     its own forward; only the look-up inside it is replaced.
@@ -169,6 +188,8 @@ def roles_of(
             roles.append(SequenceParallel)
         if plan.style == "replicate" and plan.element is None:
             roles.append(Apart)
+        if fused:
+            roles.append(FusedNorm)
         if plan.parameters:
             roles.append(LocalParameters)
     return roles, inner

@@ -1,0 +1,53 @@
+"""Which modules fused kernels stand for: by what they compute, and by what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tpplan.language import Diagnostic, PlanError
+from tpplan.language.diagnostics import did_you_mean
+from tpplan.language.styles import KERNEL_CHOICES, KERNEL_KINDS
+from tpplan.planner.compiled import KernelChoice, NormForm
+
+_REASONS: Mapping[str, str] = {
+    "auto": "on a GPU; elsewhere the module's own forward. On random numbers they are equal",
+    "triton": "on random numbers equal to the module's own forward",
+    "torch": "the module's own forward, as was asked for",
+}
+
+
+def implementations(
+    stated: Mapping[str, str], given: str | Mapping[str, str] | None
+) -> Mapping[str, str]:
+    """The implementation of each kind of kernel: what the caller gave, else what the plan states.
+
+    Raises:
+        PlanError: where the caller gave a kind or an implementation that there is not.
+    """
+    over = dict.fromkeys(KERNEL_KINDS, given) if isinstance(given, str) else dict(given or {})
+    for kind, implementation in over.items():
+        if kind not in KERNEL_KINDS:
+            hint = did_you_mean(kind, KERNEL_KINDS, f"the kinds are {', '.join(KERNEL_KINDS)}")
+            raise PlanError([Diagnostic(f"kernels: there is no kind '{kind}'", hint=hint)])
+        if implementation not in KERNEL_CHOICES:
+            message = f"kernels: {kind}: there is no implementation '{implementation}'"
+            hint = f"it is one of {', '.join(KERNEL_CHOICES)}"
+            raise PlanError([Diagnostic(message, hint=hint)])
+    return dict.fromkeys(KERNEL_KINDS, "auto") | dict(stated) | over
+
+
+def choose(
+    kind: str, form: NormForm | None, wanted: Mapping[str, str], obstacle: str | None = None
+) -> KernelChoice:
+    """What runs a module that computes what kernels of ``kind`` do.
+
+    Args:
+        form: how it computes that; None where no kernel gives the same numbers.
+        obstacle: why a kernel cannot stand for it where it is, if so.
+    """
+    implementation = wanted[kind]
+    if implementation != "torch" and (form is None or obstacle is not None):
+        reason = obstacle or "the kernel's numbers are not the module's"
+        return KernelChoice(kind, "torch", f"the module's own forward: {reason}")
+    form = None if implementation == "torch" else form
+    return KernelChoice(kind, implementation, _REASONS[implementation], form)
