@@ -39,9 +39,10 @@ def test_proved(name: str, tp: int, sp: bool) -> None:
     model = zoo.makers()[name]()
     plan = tpplan.load_plan("auto", model)
     sp = sp and plan.sequence_parallel
-    # of the four ways, two see a mask as a padded batch has it
-    inputs = zoo.example(model, padded=(tp == 4) != sp)
-    result = tpplan.verify(model, plan, tp, sequence_parallel=sp, inputs=inputs)
+    # of the four ways, two see a mask as a padded batch has it, the other two the fused kernels
+    padded = (tp == 4) != sp
+    inputs, kernels = zoo.example(model, padded=padded), "torch" if padded else "triton"
+    result = tpplan.verify(model, plan, tp, sequence_parallel=sp, kernels=kernels, inputs=inputs)
     assert result.gradient_error <= 1e-5
     assert name in ROUNDED or not any(check.rounding for check in result.checks)
     for phase, floor in result.floor.items():

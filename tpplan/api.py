@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpplan import proof, report
 from tpplan.compat import fake_world
-from tpplan.language import Diagnostic, Plan, PlanError, load, parse_mapping
+from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError, load, parse_mapping
 from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.planner.kernels import implementations
 from tpplan.proof import Verification
 from tpplan.report import Advice, Report, Setting, Task, Training, with_companions, with_labels
 from tpplan.report.hardware import DEFAULT, HardwareSource, load_hardware
@@ -227,6 +229,7 @@ def verify(
     tp: int = 2,
     *,
     sequence_parallel: bool | None = None,
+    kernels: str | Mapping[str, str] | None = None,
     inputs: Any = None,
     processes: bool = False,
     tolerance: float = 1e-5,
@@ -241,6 +244,7 @@ def verify(
     Args:
         make_model: a function that makes the model, or the model; with real weights.
         sequence_parallel: one mode only; None for plain TP and, where the plan has it, TP+SP.
+        kernels: override the plan's.
         inputs: a call the model accepts, where token ids are not one.
         processes: real gloo processes instead of simulated ranks.
         tolerance: of max|difference| / max|reference| of the outputs, and of the gradients'
@@ -252,9 +256,13 @@ def verify(
         VerificationError: naming the first module whose output or gradient differs.
     """
     model = make_model if isinstance(make_model, nn.Module) else make_model()
+    loaded = load_plan(plan, model)
+    if kernels is not None:
+        wanted = FrozenMap(implementations(loaded.kernels, kernels))
+        loaded = replace(loaded, kernels=wanted)
     return proof.verify(
         model,
-        load_plan(plan, model),
+        loaded,
         tp,
         sequence_parallel=sequence_parallel,
         inputs=inputs,
