@@ -7,10 +7,16 @@ from tpplan.planner.compiled import (
     CompiledPlan,
     Draws,
     Element,
-    KernelChoice,
     ModulePlan,
     ParameterPlan,
     WidthNorm,
+)
+from tpplan.planner.forms import (
+    GatedForm,
+    GeluForm,
+    KernelChoice,
+    NormForm,
+    UnbiasedForm,
 )
 
 __all__ = [
@@ -19,9 +25,13 @@ __all__ = [
     "CompiledPlan",
     "Draws",
     "Element",
+    "GatedForm",
+    "GeluForm",
     "KernelChoice",
     "ModulePlan",
+    "NormForm",
     "ParameterPlan",
+    "UnbiasedForm",
     "WidthNorm",
     "compile_plan",
 ]

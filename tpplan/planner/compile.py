@@ -24,6 +24,7 @@ from tpplan.planner.compiled import (
 )
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import follow
+from tpplan.planner.fused import fused_modules
 from tpplan.planner.kernels import choose, implementations
 from tpplan.planner.match import match
 from tpplan.planner.probe import probe_modules
@@ -194,6 +195,9 @@ class _Compiler:
         self.sizes.lay_out(self.trace)
         self.check_ties()
         self.probed = probe_modules(self.model, self.styles, self.sizes.columns, self.trace)
+        self.fused = fused_modules(
+            self.model, self.styles, self.sizes.columns, (self.trace, drawing)
+        )
         self.complaints.stop_if_any()
         findings = (
             self.matches.modules,
@@ -460,12 +464,14 @@ class _Compiler:
 
     def kernel(self, path: str) -> KernelChoice | None:
         finding = self.probed.get(path)
-        if finding is None or finding.kind is None:
-            return None
-        obstacle = None
-        if self.styles.get(path) == "colwise":
-            obstacle = "its width is sharded"
-        return choose(finding.kind, finding.form, self.kernels, obstacle)
+        if finding is not None and finding.kind is not None:
+            wide = self.styles.get(path) == "colwise"
+            obstacle = "its width is sharded" if wide else None
+            return choose(finding.kind, finding.form, self.kernels, obstacle)
+        if path in self.fused:
+            kind, form, obstacle = self.fused[path]
+            return choose(kind, form, self.kernels, obstacle)
+        return None
 
     def _in_element(self, path: str) -> bool:
         return any(e and (path == e or path.startswith(e + ".")) for e in self.elements)

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.language import FrozenMap, Plan, Rule
 from tpplan.layout import Rows
+from tpplan.planner.forms import KernelChoice
 
 
 @dataclass(frozen=True)
@@ -87,43 +88,6 @@ class Element:
     argument: Argument
     output: int | None
     others: tuple[Argument, ...] = ()
-
-
-@dataclass(frozen=True)
-class NormForm:
-    """How exactly a norm computes; see ``tpplan.kernels.norm``.
-
-    Attributes:
-        weight, bias: the names of the module's own parameters, None where it has none.
-    """
-
-    centred: bool
-    eps: float
-    offset: float
-    early: bool
-    weight: str | None
-    bias: str | None
-
-    @property
-    def names(self) -> tuple[str | None, str | None]:
-        """Weight and bias."""
-        return self.weight, self.bias
-
-
-@dataclass(frozen=True)
-class KernelChoice:
-    """Which implementation runs a module that a fused kernel could serve, and why.
-
-    Attributes:
-        implementation: triton; torch, which is the module's own forward; or auto: Triton on a
-            GPU, the module's own forward elsewhere.
-        form: how the kernel has to compute; None where it cannot stand for the module.
-    """
-
-    kind: str
-    implementation: str
-    reason: str
-    form: NormForm | None = None
 
 
 # What random numbers are drawn for: activations of a sharded region (columns, heads), the stream

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tpplan.language import Diagnostic, PlanError
 from tpplan.language.diagnostics import did_you_mean
 from tpplan.language.styles import KERNEL_CHOICES, KERNEL_KINDS
-from tpplan.planner.compiled import KernelChoice, NormForm
+from tpplan.planner.forms import Form, KernelChoice
 
 _REASONS: Mapping[str, str] = {
     "auto": "on a GPU; elsewhere the module's own forward. On random numbers they are equal",
@@ -37,7 +37,7 @@ def implementations(
 
 
 def choose(
-    kind: str, form: NormForm | None, wanted: Mapping[str, str], obstacle: str | None = None
+    kind: str, form: Form | None, wanted: Mapping[str, str], obstacle: str | None = None
 ) -> KernelChoice:
     """What runs a module that computes what kernels of ``kind`` do.
 

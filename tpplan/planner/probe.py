@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tpplan.kernels.norm import reference
-from tpplan.planner.compiled import NormForm
+from tpplan.planner.forms import NormForm
 from tpplan.planner.infer import stream_input
 from tpplan.planner.trace import Trace
 

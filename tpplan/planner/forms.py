@@ -1,0 +1,82 @@
+"""How fused kernels stand for modules: what a plan's kernels compute, and with which parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """How exactly a norm computes; see ``tpplan.kernels.norm``.
+
+    Attributes:
+        weight, bias: the names of the module's own parameters, None where it has none.
+    """
+
+    centred: bool
+    eps: float
+    offset: float
+    early: bool
+    weight: str | None
+    bias: str | None
+
+    @property
+    def names(self) -> tuple[str | None, str | None]:
+        """Weight and bias."""
+        return self.weight, self.bias
+
+
+@dataclass(frozen=True)
+class GeluForm:
+    """A GeLU that adds the bias of the layer before it; see ``tpplan.kernels.gelu``.
+
+    Attributes:
+        linear: path of the layer, which leaves its bias out.
+    """
+
+    linear: str
+    tanh: bool
+
+
+@dataclass(frozen=True)
+class UnbiasedForm:
+    """A layer that leaves its bias to the activation at path ``activation``."""
+
+    activation: str
+
+
+@dataclass(frozen=True)
+class GatedForm:
+    """An MLP that is down(activation(gate(x)) * up(x)); see ``tpplan.kernels.gated``.
+
+    Attributes:
+        gate, up, down: names of the module's own children; ``up`` None where one layer makes
+            both halves.
+        activation: silu, gelu or gelu_tanh.
+        gate_first: whether the gate is the first half of what one layer makes.
+    """
+
+    gate: str
+    up: str | None
+    down: str
+    activation: str
+    gate_first: bool = True
+
+
+Form = NormForm | GeluForm | UnbiasedForm | GatedForm
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """Which implementation runs a module that a fused kernel could serve, and why.
+
+    Attributes:
+        implementation: triton; torch, which is the module's own forward; or auto: Triton on a
+            GPU, the module's own forward elsewhere.
+        form: how the kernel has to compute; None where it cannot stand for the module.
+    """
+
+    kind: str
+    implementation: str
+    reason: str
+    form: Form | None = None
