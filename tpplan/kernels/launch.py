@@ -63,6 +63,25 @@ def power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def tile(h: int, elements: int) -> tuple[int, int]:
+    """Rows and columns of a block of ``elements``, for a matrix of ``h`` columns.
+
+    512 columns are a warp's 128-bit loads of any dtype, and leave little of most widths over.
+    """
+    columns = min(power(h), 512)
+    return elements // columns, columns
+
+
+def blocks(n: int, size: int) -> int:
+    """How many blocks of ``size`` cover ``n``."""
+    return -(-n // size)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in what it is computed in: at least float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """``x`` as a matrix with contiguous rows; a copy only where it has to be one."""
     matrix = x.reshape(-1, x.shape[-1])

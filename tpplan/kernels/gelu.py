@@ -1,0 +1,219 @@
+"""GeLU, with the bias that is added before it (Hendrycks and Gimpel 2016).
+
+With u = x + bias: y = u * cdf(u), the normal distribution's cdf(u) = (1 + erf(u / sqrt 2)) / 2, or
+its approximation (1 + tanh(z / 2)) / 2 = sigmoid(z) for z = sqrt(8 / pi) * (u + 0.044715 * u^3).
+u is float32 and not rounded to the dtype of x, as a matrix product adds its bias before it rounds.
+Backward: dx = dy * (cdf(u) + u * cdf'(u)), and the sum of that over all rows for the bias.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tpplan.kernels.launch import (
+    blocks,
+    differentiably,
+    fused,
+    jit,
+    processors,
+    rows_of,
+    tile,
+    tl,
+    vector,
+    wide,
+)
+
+# a program of the backward has at least so many rows: what it adds up costs 8 bytes a column
+_ROWS = 32
+
+
+@jit
+def sigmoid_slope(z):
+    # sigmoid and its derivative, neither as a difference: 1 - sigmoid(z) has no digits left soon
+    small = tl.exp(-tl.abs(z))
+    inverse = 1.0 / (1.0 + small)
+    return tl.where(z < 0, small * inverse, inverse), small * inverse * inverse
+
+
+@jit
+def gelu_value(u, TANH: tl.constexpr):
+    if TANH:
+        z = 1.5957691216057308 * u * (1.0 + 0.044715 * u * u)
+        value = u / (1.0 + tl.exp(-z))
+    else:
+        value = u * (0.5 + 0.5 * tl.erf(u * 0.7071067811865476))
+    return value
+
+
+@jit
+def gelu_slope(u, TANH: tl.constexpr):
+    # the value, and its derivative
+    if TANH:
+        z = 1.5957691216057308 * u * (1.0 + 0.044715 * u * u)
+        cdf, density = sigmoid_slope(z)
+        # in this order large values stay zero: u * density is zero before the square is infinite
+        slope = cdf + (u * density) * (1.5957691216057308 * (1.0 + 0.134145 * u * u))
+    else:
+        cdf = 0.5 + 0.5 * tl.erf(u * 0.7071067811865476)
+        slope = cdf + u * (0.3989422804014327 * tl.exp(-0.5 * u * u))
+    return u * cdf, slope
+
+
+@jit
+def _forward(
+    x, bias, y, x_row, rows, h,
+    SHIFTS: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(h, COLUMNS)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (columns < h)
+    values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    if SHIFTS:
+        values += tl.load(bias + columns, mask=columns < h, other=0.0).to(tl.float32)
+    tl.store(y + row * h + columns, gelu_value(values, TANH), mask=inside)
+
+
+@jit
+def _backward_rows(
+    dy, x, bias, dx, dbs, dy_row, x_row, rows, h,
+    SHIFTS: tl.constexpr, TANH: tl.constexpr, DB: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(h, COLUMNS)
+    group = tl.program_id(0) // across
+    stride = tl.num_programs(0) // across * ROWS
+    lanes = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = lanes[None, :]
+    if SHIFTS:
+        shift = tl.load(bias + columns, mask=columns < h, other=0.0).to(tl.float32)
+    # summed over its rows once, at the end: they are in several warps
+    db = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(tl.cdiv(rows - group * ROWS, stride)):
+        row = (group * ROWS + step * stride).to(tl.int64) + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (columns < h)
+        grad = tl.load(dy + row * dy_row + columns, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+        if SHIFTS:
+            values += shift
+        _, slope = gelu_slope(values, TANH)
+        grad *= slope
+        tl.store(dx + row * h + columns, grad, mask=inside)
+        if DB:
+            db += grad
+    if DB:
+        tl.store(dbs + group.to(tl.int64) * h + lanes, tl.sum(db, 0), mask=lanes < h)
+
+
+def plan_forward(h: int) -> tuple[Any, int, int, int]:
+    """The kernel for ``h`` columns, rows and columns of its block, and how many warps run it."""
+    return _forward, *tile(h, 4096), 4
+
+
+def plan_backward(h: int) -> tuple[Any, int, int, int]:
+    """As ``plan_forward``, for the gradients; a program goes down the rows block by block."""
+    return _backward_rows, *tile(h, 2048), 4
+
+
+def reference(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
+    """What the kernel computes, by PyTorch's own ops."""
+    return F.gelu(_sum(x, bias), approximate=_name(tanh)).to(x.dtype)
+
+
+def _sum(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    top = wide(x)
+    return top if bias is None else top + bias.to(top.dtype)
+
+
+def _name(tanh: bool) -> str:
+    return "tanh" if tanh else "none"
+
+
+@torch.library.custom_op("tpplan::gelu", mutates_args=())
+def _gelu(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
+    if not fused(x, bias):
+        return reference(x, bias, tanh).contiguous()
+    matrix, h = rows_of(x), x.shape[-1]
+    rows = matrix.shape[0]
+    y = x.new_empty(x.shape)
+    kernel, high, columns, warps = plan_forward(h)
+    kernel[(blocks(rows, high) * blocks(h, columns),)](
+        matrix, vector(bias), y, matrix.stride(0), rows, h,
+        SHIFTS=bias is not None, TANH=tanh, ROWS=high, COLUMNS=columns, num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+@_gelu.register_fake
+def _gelu_fake(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("tpplan::gelu_backward", mutates_args=())
+def _gelu_backward(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, shifts: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not fused(dy, x, bias):
+        return _reference_backward(dy, x, bias, tanh, shifts)
+    grad, matrix, h = rows_of(dy), rows_of(x), x.shape[-1]
+    rows = matrix.shape[0]
+    kernel, high, columns, warps = plan_backward(h)
+    across = blocks(h, columns)
+    # several programs wait for each processor, so that none is idle towards the end
+    groups = min(blocks(rows, max(high, _ROWS)), blocks(16 * processors(x.device), across))
+    dx = x.new_empty(x.shape)
+    dbs = x.new_empty((groups if shifts else 0, h), dtype=torch.float32)
+    kernel[(groups * across,)](
+        grad, matrix, vector(bias), dx, dbs, grad.stride(0), matrix.stride(0), rows, h,
+        SHIFTS=bias is not None, TANH=tanh, DB=shifts, ROWS=high, COLUMNS=columns, num_warps=warps,
+    )  # fmt: skip
+    return dx, dbs.sum(0) if shifts else dbs[:, 0]
+
+
+def _reference_backward(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, shifts: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    top = _sum(x, bias)
+    dx = torch.ops.aten.gelu_backward(dy.to(top.dtype), top, approximate=_name(tanh))
+    # one more dimension, as a sum over none of them would be one over all
+    db = dx[None].sum(tuple(range(x.dim()))) if shifts else dx.new_empty(0)
+    return dx.to(x.dtype).contiguous(), db
+
+
+@_gelu_backward.register_fake
+def _gelu_backward_fake(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, shifts: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sums = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape), x.new_empty(x.shape[-1] if shifts else 0, dtype=sums)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    x, bias, ctx.tanh = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    x, bias = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        dx, db = differentiably(lambda x, b: reference(x, b, ctx.tanh), (x, bias), dy)
+        return dx, db, None
+    shifts = bias is not None and ctx.needs_input_grad[1]
+    dx, db = _gelu_backward(dy, x, bias, ctx.tanh, shifts)
+    return dx, db.to(bias.dtype) if shifts else None, None
+
+
+_gelu.register_autograd(_backward, setup_context=_setup)
+
+
+def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, tanh: bool) -> torch.Tensor:
+    """GeLU of ``x + bias``, in the shape (..., h) and the dtype of ``x``.
+
+    Args:
+        bias: of shape (h,), or None.
+        tanh: whether it is the approximation by tanh.
+    """
+    return _gelu(x, bias, tanh)  # type: ignore[no-any-return]
