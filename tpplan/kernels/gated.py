@@ -15,7 +15,17 @@ import torch
 import torch.nn.functional as F
 
 from tpplan.kernels.gelu import gelu_slope, gelu_value, sigmoid_slope
-from tpplan.kernels.launch import blocks, differentiably, fused, jit, rows_of, tile, tl, wide
+from tpplan.kernels.launch import (
+    blocks,
+    differentiably,
+    fused,
+    jit,
+    launch,
+    rows_of,
+    tile,
+    tl,
+    wide,
+)
 
 Kind = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -97,7 +107,7 @@ def _multiply(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     g, u, h = rows_of(gate), rows_of(up), gate.shape[-1]
     y = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
     kernel, high, columns, warps = plan_forward(h)
-    kernel[(blocks(g.shape[0], high) * blocks(h, columns),)](
+    launch(kernel, (blocks(g.shape[0], high) * blocks(h, columns),))(
         g, u, y, g.stride(0), u.stride(0), g.shape[0], h,
         KIND=kind, ROWS=high, COLUMNS=columns, num_warps=warps,
     )  # fmt: skip
@@ -121,7 +131,7 @@ def _gradients(
     grad, g, u, h = rows_of(dy), rows_of(gate), rows_of(up), gate.shape[-1]
     dg, du = dgate.view(-1, h), dup.view(-1, h)
     kernel, high, columns, warps = plan_backward(h)
-    kernel[(blocks(g.shape[0], high) * blocks(h, columns),)](
+    launch(kernel, (blocks(g.shape[0], high) * blocks(h, columns),))(
         grad, g, u, dg, du, grad.stride(0), g.stride(0), u.stride(0), dg.stride(0), du.stride(0),
         g.shape[0], h, KIND=kind, ROWS=high, COLUMNS=columns, num_warps=warps,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from tpplan.kernels.launch import (
     differentiably,
     fused,
     jit,
+    launch,
     processors,
     rows_of,
     tile,
@@ -140,7 +141,7 @@ def _gelu(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tenso
     rows = matrix.shape[0]
     y = x.new_empty(x.shape)
     kernel, high, columns, warps = plan_forward(h)
-    kernel[(blocks(rows, high) * blocks(h, columns),)](
+    launch(kernel, (blocks(rows, high) * blocks(h, columns),))(
         matrix, vector(bias), y, matrix.stride(0), rows, h,
         SHIFTS=bias is not None, TANH=tanh, ROWS=high, COLUMNS=columns, num_warps=warps,
     )  # fmt: skip
@@ -166,7 +167,7 @@ def _gelu_backward(
     groups = min(blocks(rows, max(high, _ROWS)), blocks(16 * processors(x.device), across))
     dx = x.new_empty(x.shape)
     dbs = x.new_empty((groups if shifts else 0, h), dtype=torch.float32)
-    kernel[(groups * across,)](
+    launch(kernel, (groups * across,))(
         grad, matrix, vector(bias), dx, dbs, grad.stride(0), matrix.stride(0), rows, h,
         SHIFTS=bias is not None, TANH=tanh, DB=shifts, ROWS=high, COLUMNS=columns, num_warps=warps,
     )  # fmt: skip

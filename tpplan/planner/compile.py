@@ -17,13 +17,13 @@ from tpplan.planner import checks, infer
 from tpplan.planner.compiled import (
     CompiledPlan,
     Draws,
-    KernelChoice,
     ModulePlan,
     ParameterPlan,
     WidthNorm,
 )
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import follow
+from tpplan.planner.forms import KernelChoice
 from tpplan.planner.fused import fused_modules
 from tpplan.planner.kernels import choose, implementations
 from tpplan.planner.match import match
@@ -196,7 +196,11 @@ class _Compiler:
         self.check_ties()
         self.probed = probe_modules(self.model, self.styles, self.sizes.columns, self.trace)
         self.fused = fused_modules(
-            self.model, self.styles, self.sizes.columns, (self.trace, drawing)
+            self.model,
+            self.styles,
+            self.sizes.columns,
+            self.sizes.transposed,
+            (self.trace, drawing),
         )
         self.complaints.stop_if_any()
         findings = (

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,14 @@ class GeluForm:
 
 @dataclass(frozen=True)
 class UnbiasedForm:
-    """A layer that leaves its bias to the activation at path ``activation``."""
+    """A layer that leaves its bias to the activation at path ``activation``.
+
+    Attributes:
+        transposed: whether its weight is stored (in, out).
+    """
 
     activation: str
+    transposed: bool
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class GatedForm:
     gate: str
     up: str | None
     down: str
-    activation: str
+    activation: Activation
     gate_first: bool = True
 
 

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tpplan.planner.forms import Form, GatedForm, GeluForm, UnbiasedForm
+from tpplan.planner.forms import Activation, Form, GatedForm, GeluForm, UnbiasedForm
 from tpplan.planner.trace import Trace
 
-ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -32,15 +32,20 @@ Findings = dict[str, tuple[str, Form | None, str | None]]
 
 
 def fused_modules(
-    model: nn.Module, styles: Mapping[str, str], columns: Set[str], traces: Sequence[Trace]
+    model: nn.Module,
+    styles: Mapping[str, str],
+    columns: Set[str],
+    transposed: Set[str],
+    traces: Sequence[Trace],
 ) -> Findings:
     """What fused kernels other than norms could stand for.
 
     Args:
-        styles: of the modules that rules match; columns: the column-parallel projections.
+        styles: of the modules that rules match; columns: the column-parallel projections;
+            transposed: of them, those whose weights are stored (in, out).
         traces: in evaluation and in training: what is dropped between two modules keeps them apart.
     """
-    return {**_gated(model, styles, columns), **_gelus(model, columns, traces)}
+    return {**_gated(model, styles, columns), **_gelus(model, columns, transposed, traces)}
 
 
 # --- gated MLPs
@@ -134,7 +139,9 @@ def _reaching(
 # --- GeLU with the bias before it
 
 
-def _gelus(model: nn.Module, columns: Set[str], traces: Sequence[Trace]) -> Findings:
+def _gelus(
+    model: nn.Module, columns: Set[str], transposed: Set[str], traces: Sequence[Trace]
+) -> Findings:
     found: Findings = {}
     for call in traces[0].calls:
         if call.path not in columns:
@@ -150,7 +157,7 @@ def _gelus(model: nn.Module, columns: Set[str], traces: Sequence[Trace]) -> Find
             continue
         tanh = _gelu(model.get_submodule(reader))
         if tanh is not None:
-            found[call.path] = ("gelu", UnbiasedForm(reader), None)
+            found[call.path] = ("gelu", UnbiasedForm(reader, call.path in transposed), None)
             found[reader] = ("gelu", GeluForm(call.path, tanh), None)
     return found
 
@@ -179,15 +186,16 @@ def _sole_reader(model: nn.Module, trace: Trace, path: str) -> str | None:
 
 
 def _gelu(module: nn.Module) -> bool | None:
-    """Whether ``module`` computes GeLU by tanh, or by erf; None where it computes something else."""
+    """Whether ``module`` computes GeLU by tanh, or by erf; None where neither."""
     x = _random(_WIDTH, 0) * 2
-    for name in ("gelu", "gelu_tanh"):
+    for tanh in (False, True):
+        activation = ACTIVATIONS["gelu_tanh" if tanh else "gelu"]
         results = []
         for training in (False, True):
             with contextlib.suppress(Exception):
                 results.append(copy.deepcopy(module).train(training)(x))
-        if len(results) == 2 and all(_equal(r, ACTIVATIONS[name](x)) for r in results):
-            return name == "gelu_tanh"
+        if len(results) == 2 and all(_equal(r, activation(x)) for r in results):
+            return tanh
     return None
 
 

@@ -43,7 +43,7 @@ def apply(
             installed: dict[str, nn.Parameter] = {}
             entries: dict[tuple[int | str, ...], Entry] = {}
             styles: dict[str, Any] = {
-                path: PlannedStyle(plan, compiled, stream, installed, entries, src_data_rank)
+                path: PlannedStyle(plan, model, compiled, stream, installed, entries, src_data_rank)
                 for path, plan in compiled.modules.items()
             }
             parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.comm import Stream, Transition
 from tpplan.comm.distribute import distributed
-from tpplan.planner import KernelChoice, ModulePlan
+from tpplan.planner import ModulePlan
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.parameters import Own
 
@@ -33,6 +33,7 @@ class State:
         own: the module's own parameters.
         transition: the sites of the collectives its style issues.
         entries: its boundaries, each shared with the modules that enter with the same tensor.
+        partner: the module whose bias it adds, if any.
         members: rewritten modules inside it, found when first needed.
         checked: whether its first batch was compared across the ranks; checked_draws: and, in
             training, their random state.
@@ -46,20 +47,22 @@ class State:
         own: Own,
         transition: Transition,
         entries: tuple[Entry, ...] = (),
+        partner: nn.Module | None = None,
     ) -> None:
         self.plan = plan
         self.stream = stream
         self.own = own
         self.transition = transition
         self.entries = entries
+        self.partner = partner
         self.members: list[tuple[Lowered, Own]] | None = None
         self.checked = False
         self.checked_draws = False
         self.within_own = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        own, entries = copy.deepcopy((self.own, self.entries), memo)
-        twin = State(self.plan, self.stream, own, self.transition, entries)
+        own, entries, partner = copy.deepcopy((self.own, self.entries, self.partner), memo)
+        twin = State(self.plan, self.stream, own, self.transition, entries, partner)
         memo[id(self)] = twin
         return twin
 
@@ -127,13 +130,13 @@ class LocalParameters(Lowered):
 def lower(
     module: nn.Module,
     roles: Sequence[type[nn.Module]],
-    state: State | KernelChoice,
+    state: object,
     inner: type[Lowered] | None = None,
 ) -> None:
     """Give ``module`` the classes ``roles`` (the outermost first) in front of its own.
 
     Args:
-        state: what they know; the kernel alone in a model that is not sharded.
+        state: what they know.
         inner: a role that takes the place of torch's class that the module's own derives from,
             so that what the module's own class adds to it goes on working.
     """

@@ -1,15 +1,10 @@
-"""Norms: by a fused kernel, or over the whole of a width that is sharded (OLMo 2's q and k)."""
+"""A norm over the whole of a width that is sharded (OLMo 2 normalises q and k so)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import nn
 
 from tpplan.comm import copy_in, reduce_out
-from tpplan.kernels.norm import norm
-from tpplan.planner import KernelChoice
 from tpplan.rewrite.lowered import Lowered
 
 
@@ -32,47 +27,3 @@ class WidthNorm(Lowered):
         scale = weight + 1 if norm.offset else weight
         unit = wide * torch.rsqrt(total / norm.width + norm.eps)
         return (unit * scale).to(x.dtype)
-
-
-class FusedNorm(Lowered):
-    """LayerNorm or RMSNorm of local rows by the kernel that was proved to equal the module."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state = self._tpplan
-        if torch.is_autocast_enabled(x.device.type):
-            return super().forward(x)  # type: ignore[no-any-return]
-        return _normed(
-            x, state.plan.kernel, dict(zip(state.own.names, self._locals(), strict=True))
-        )
-
-
-class WholeNorm(nn.Module):
-    """The same in a model that is not sharded."""
-
-    _tpplan: KernelChoice
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of ``x``; autocast is left to the module's own forward."""
-        if torch.is_autocast_enabled(x.device.type):
-            return super().forward(x)  # type: ignore[misc, no-any-return]
-        return _normed(x, self._tpplan, self._parameters)
-
-
-def _normed(
-    x: torch.Tensor,
-    choice: KernelChoice | None,
-    parameters: Mapping[str, torch.Tensor | None],
-) -> torch.Tensor:
-    assert choice is not None
-    form = choice.form
-    assert form is not None
-    weight, bias = (None if name is None else parameters[name] for name in form.names)
-    return norm(
-        x,
-        weight,
-        bias,
-        eps=form.eps,
-        centred=form.centred,
-        offset=form.offset,
-        early=form.early,
-    )

@@ -12,15 +12,16 @@ from tpplan import planner
 from tpplan.comm import Site, Stream, Transition
 from tpplan.comm.distribute import distributed
 from tpplan.kernels.launch import available
-from tpplan.planner import CompiledPlan, ModulePlan
+from tpplan.planner import CompiledPlan, GeluForm, ModulePlan
 from tpplan.planner.match import folded
 from tpplan.planner.replay import assign
 from tpplan.rewrite.attention import MultiheadAttention
 from tpplan.rewrite.draws import Draws
 from tpplan.rewrite.entry import Entry
+from tpplan.rewrite.fused import ROLES, Swapped
 from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseScattered, RowwiseTogether
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
-from tpplan.rewrite.norm import FusedNorm, WholeNorm, WidthNorm
+from tpplan.rewrite.norm import WidthNorm
 from tpplan.rewrite.parameters import Own
 from tpplan.rewrite.streams import (
     Apart,
@@ -52,6 +53,7 @@ class PlannedStyle(ParallelStyle):
     def __init__(
         self,
         plan: ModulePlan,
+        root: nn.Module,
         compiled: CompiledPlan,
         stream: Stream,
         installed: dict[str, nn.Parameter],
@@ -59,7 +61,7 @@ class PlannedStyle(ParallelStyle):
         source: int | None,
     ) -> None:
         super().__init__()
-        self.plan, self.compiled, self.stream = plan, compiled, stream
+        self.plan, self.root, self.compiled, self.stream = plan, root, compiled, stream
         self.installed, self.entries, self.source = installed, entries, source
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -79,13 +81,20 @@ class PlannedStyle(ParallelStyle):
             module._parameters[leaf] = self.installed[entry.name]
         for name, (_, local) in self.plan.attributes.items():
             assign(module, name, local)
-        roles, inner = roles_of(self.plan, module, runs_fused(self.plan, device_mesh.device_type))
+        roles, inner = roles_of(self.plan, module, self._fused(device_mesh.device_type))
         if roles or inner is not None:
             site = summing_site(self.plan.path)
             own = Own(module, self.plan.parameters, summed, site, apart)
-            state = State(self.plan, self.stream, own, self._transition(), self._entries())
+            partner = partner_of(self.plan, self.root)
+            state = State(self.plan, self.stream, own, self._transition(), self._entries(), partner)
             lower(module, roles, state, inner)
         return module
+
+    def _fused(self, device_type: str) -> type[nn.Module] | None:
+        choice = self.plan.kernel
+        if choice is None or not runs_fused(self.plan, device_type):
+            return None
+        return ROLES[type(choice.form)]
 
     def _transition(self) -> Transition:
         plan, rule = self.plan, _text(self.plan)
@@ -137,23 +146,31 @@ def runs_fused(plan: ModulePlan, device_type: str) -> bool:
 def swap_kernels(model: nn.Module, compiled: CompiledPlan, device_type: str) -> None:
     """The fused kernels of a model that is not sharded."""
     for path, plan in compiled.modules.items():
-        if plan.kernel is not None and runs_fused(plan, device_type):
-            lower(model.get_submodule(path), [WholeNorm], plan.kernel)
+        choice = plan.kernel
+        if choice is not None and runs_fused(plan, device_type):
+            role = ROLES[type(choice.form)]
+            lower(model.get_submodule(path), [role], Swapped(choice, partner_of(plan, model)))
+
+
+def partner_of(plan: ModulePlan, model: nn.Module) -> nn.Module | None:
+    """The module whose bias the kernel of another one adds."""
+    form = None if plan.kernel is None else plan.kernel.form
+    return model.get_submodule(form.linear) if isinstance(form, GeluForm) else None
 
 
 def roles_of(
-    plan: ModulePlan, module: nn.Module, fused: bool = False
-) -> tuple[list[type[Lowered]], type[Lowered] | None]:
+    plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None
+) -> tuple[list[type[nn.Module]], type[Lowered] | None]:
     """The classes a module takes on, the outermost first, and the one in torch's class's place.
 
-    ``fused``: whether its kernel stands for its own forward.
+    ``fused``: the one whose kernel stands for the module's own forward, if any.
 
     An embedding whose class adds something to torch's (a scale, an offset of the positions) keeps
     its own forward; only the look-up inside it is replaced.
     """
     derived = isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
     inner: type[Lowered] | None = None
-    roles: list[type[Lowered]] = []
+    roles: list[type[nn.Module]] = []
     if plan.container:
         roles.append(Container)
     if plan.draws is not None:
@@ -176,7 +193,7 @@ def roles_of(
         together = RowwiseTogether if plan.together else Rowwise
         roles.append(RowwiseScattered if scattered else together)
     elif plan.projection:
-        roles.append(Colwise)
+        roles.append(fused or Colwise)
     elif plan.norm is not None:
         roles.append(WidthNorm)
     elif plan.style == "colwise" and isinstance(module, nn.ModuleList):
@@ -188,8 +205,8 @@ def roles_of(
             roles.append(SequenceParallel)
         if plan.style == "replicate" and plan.element is None:
             roles.append(Apart)
-        if fused:
-            roles.append(FusedNorm)
+        if fused is not None:
+            roles.append(fused)
         if plan.parameters:
             roles.append(LocalParameters)
     return roles, inner
