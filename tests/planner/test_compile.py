@@ -225,7 +225,7 @@ def test_norms_of_other_libraries_are_recognised_by_what_they_compute(family: st
     plan = compiled(hf(family, device="meta"), "llama.yaml")
     kernel = plan.modules["model.norm"].kernel
     assert kernel is not None
-    assert (kernel.kind, kernel.implementation) == ("rms_norm", "torch")
+    assert (kernel.kind, kernel.implementation) == ("rms_norm", "auto")
     plan = compiled(GPT(), "gpt")
     found = {p.path: p.kernel.kind for p in plan.modules.values() if p.kernel}
     assert found["ln_f"] == "layer_norm"

@@ -175,7 +175,7 @@ def _sole_reader(model: nn.Module, trace: Trace, path: str) -> str | None:
     outermost = given[0] if given else None
     ops = [n for n, op in enumerate(trace.ops) if made in op.inputs]
     if outermost is None:
-        return path if [trace.ops[n].name for n in ops] == ["gelu"] else None
+        return path if [trace.ops[n].name for n in ops] == ["aten.gelu.default"] else None
     alone = all(outermost.first_op <= n < outermost.last_op for n in ops) and all(
         any(around is outermost for around in trace.ancestors(call.index)) for call in given
     )

@@ -1,0 +1,155 @@
+"""Models with fused kernels against unsharded ones: on gloo ranks, alone, compiled, recomputed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import tpplan
+from benchmarks import zoo
+from tests.compare import Errors, Findings, beyond, same, step
+from tests.models import token_ids
+from tests.ranks import Ranks
+from tests.rewrite import MODES, SIZES
+from tpplan.kernels import gated, gelu, norm
+from tpplan.report import Recorder
+
+# norms of both kinds, gated products of two layers and of one, GeLUs with a bias
+NAMES = ["llama", "phi3", "gpt2", "gpt_neox"]
+
+
+def sharded(name: str, mesh: DeviceMesh | None, sp: bool, kernels: str = "triton") -> Any:
+    model = zoo.makers()[name]()
+    return tpplan.parallelize(
+        model, "auto", mesh, sequence_parallel=sp, kernels=kernels, inputs=zoo.example(model)
+    )
+
+
+class Launches:
+    """Counts the kernels that are launched while it is active, by room."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def __enter__(self) -> Launches:
+        self.before = {room: room.launch for room in (norm, gelu, gated)}
+        for room, launch in self.before.items():
+            room.launch = functools.partial(self._counted, room.__name__, launch)  # type: ignore[assignment]
+        return self
+
+    def _counted(self, name: str, launch: Any, *args: Any) -> Any:
+        key = name.rpartition(".")[2]
+        self.counts[key] = self.counts.get(key, 0) + 1
+        return launch(*args)
+
+    def __exit__(self, *_: Any) -> None:
+        for room, launch in self.before.items():
+            room.launch = launch  # type: ignore[assignment]
+
+
+def parity_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
+    """Outputs and gradients, twice; a deep copy; what the state dict is called."""
+    found = Findings()
+    reference, model = zoo.makers()[name](), sharded(name, mesh, sp)
+    found.add("names", same(list(reference.state_dict()) == list(model.state_dict())))
+    for round_ in range(2):
+        ids = token_ids(2, 13 + round_, round_)
+        run = functools.partial(logits_of, ids=ids)
+        with Launches() as launches:
+            found.add(f"step {round_}", step(reference, model, run))
+        expected = {"norm"} | ({"gelu"} if name.startswith("gpt") else {"gated"})
+        found.add(f"{launches.counts}", same(set(launches.counts) == expected))
+        model = copy.deepcopy(model)
+    return found.errors
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    logits = model(input_ids=ids).logits
+    return {
+        "logits": logits,
+        "objective": (logits * torch.arange(logits.numel()).cos().view_as(logits)).sum(),
+    }
+
+
+def collectives_job(mesh: DeviceMesh, name: str, sp: bool) -> list[Any]:
+    """What is sent, with kernels and without."""
+    sent = []
+    for kernels in ("triton", "torch"):
+        model = sharded(name, mesh, sp, kernels)
+        model(input_ids=token_ids(2, 13, 1)).logits.sum().backward()
+        model.zero_grad()
+        with Recorder() as recorder:
+            model(input_ids=token_ids(2, 13, 1)).logits.sum().backward()
+        sent.append([(c.kind, c.module, c.shape, c.reason) for c in recorder.collectives])
+    return sent
+
+
+def compile_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
+    """One graph, the same numbers, gradients included."""
+    found = Findings()
+    model, twin = sharded(name, mesh, sp), sharded(name, mesh, sp)
+    ids = token_ids(2, 12, 3)
+    twin(input_ids=ids)  # the comparison of the first batch is not compiled
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    found.add("step", step(model, compiled, functools.partial(logits_of, ids=ids), plain=False))
+    return found.errors
+
+
+@SIZES
+@MODES
+@pytest.mark.parametrize("name", NAMES)
+def test_parity(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, parity_job, name, sp))
+
+
+@MODES
+def test_no_collective_more(ranks: Ranks, sp: bool) -> None:
+    for with_kernels, without in ranks.run(2, collectives_job, "llama", sp):
+        assert with_kernels == without
+
+
+@pytest.mark.parametrize(("name", "sp"), [("llama", True), ("gpt2", False)])
+def test_one_graph(ranks: Ranks, name: str, sp: bool) -> None:
+    assert not beyond(ranks.run(2, compile_job, name, sp))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_single_process(name: str) -> None:
+    """At tp 1 kernels are swapped and nothing is sharded."""
+    reference, model = zoo.makers()[name](), sharded(name, None, False)
+    run = functools.partial(logits_of, ids=token_ids(2, 7, 1))
+    with Launches() as launches:
+        assert not beyond([step(reference, model, run)])
+    assert launches.counts["norm"] > 0
+    assert list(reference.state_dict()) == list(model.state_dict())
+    assert not beyond([step(reference, copy.deepcopy(model), run)])
+    with Launches() as launches:
+        sharded(name, None, False, "torch")(input_ids=token_ids(2, 7, 1))
+    assert not launches.counts
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_recomputed(name: str) -> None:
+    reference, model = zoo.makers()[name](), sharded(name, None, False)
+    for path, layer in model.named_modules():
+        if path.rpartition(".")[2].isdigit():
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    model.config.use_cache = reference.config.use_cache = False
+    run = functools.partial(logits_of, ids=token_ids(2, 7, 1))
+    assert not beyond([step(reference, model, run)])
+
+
+def test_autocast() -> None:
+    """As in the model itself: norms in float32, products in bfloat16."""
+    reference, model = zoo.makers()["llama"](), sharded("llama", None, False)
+    ids = token_ids(2, 7, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = (m(input_ids=ids).logits for m in (reference, model))
+    assert found.dtype == expected.dtype
+    assert float((found - expected).abs().max() / expected.abs().max()) < 2**-5
