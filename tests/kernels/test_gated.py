@@ -12,7 +12,6 @@ from tests.kernels import DEVICE, DTYPES, TOLERANCES, beyond, errors, random
 from tpplan.kernels.gated import Kind, gated, gated_packed
 from tpplan.kernels.gelu import gelu
 
-WIDTHS = pytest.mark.parametrize("h", [1, 7, 768, 4097])
 KINDS = pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": lambda u: u / (1 + torch.exp(-u)),
@@ -31,7 +30,7 @@ def packed_formula(x: torch.Tensor, kind: Kind, gate_first: bool) -> torch.Tenso
     return formula(first, second, kind) if gate_first else formula(second, first, kind)
 
 
-@WIDTHS
+@pytest.mark.parametrize("h", [1, 7, 768])
 @DTYPES
 @KINDS
 def test_two_tensors(h: int, dtype: torch.dtype, kind: Kind) -> None:
@@ -55,7 +54,7 @@ def test_one_tensor(h: int, dtype: torch.dtype, gate_first: bool) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("shape", [(1, 28672), (75, 520), (5000, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 28672), (75, 520), (1100, 3)], ids=str)
 def test_wide_and_long(shape: tuple[int, int], kind: Kind) -> None:
     x = random(shape[0], 2 * shape[1], dtype=torch.float32, seed=1)
     found = errors(

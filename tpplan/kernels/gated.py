@@ -52,7 +52,10 @@ def _forward(
     inside = (row < rows) & (columns < h)
     u = tl.load(gate + row * g_row + columns, mask=inside, other=0.0).to(tl.float32)
     factor = tl.load(up + row * u_row + columns, mask=inside, other=0.0).to(tl.float32)
-    value = u / (1.0 + tl.exp(-u)) if KIND == "silu" else gelu_value(u, KIND == "gelu_tanh")
+    if KIND == "silu":
+        value = u / (1.0 + tl.exp2(-1.4426950408889634 * u))
+    else:
+        value = gelu_value(u, KIND == "gelu_tanh", gate.dtype.element_ty != tl.float32)
     value = value.to(gate.dtype.element_ty).to(tl.float32)
     tl.store(y + row * h + columns, value * factor, mask=inside)
 
@@ -70,11 +73,11 @@ def _backward_both(
     u = tl.load(gate + row * g_row + columns, mask=inside, other=0.0).to(tl.float32)
     factor = tl.load(up + row * u_row + columns, mask=inside, other=0.0).to(tl.float32)
     if KIND == "silu":
-        share, density = sigmoid_slope(u)
+        share, density = sigmoid_slope(1.4426950408889634 * u)
         value = u * share
         slope = share + u * density
     else:
-        value, slope = gelu_slope(u, KIND == "gelu_tanh")
+        value, slope = gelu_slope(u, KIND == "gelu_tanh", gate.dtype.element_ty != tl.float32)
     value = value.to(gate.dtype.element_ty).to(tl.float32)
     tl.store(dgate + row * dg_row + columns, grad * factor * slope, mask=inside)
     tl.store(dup + row * du_row + columns, grad * value, mask=inside)
