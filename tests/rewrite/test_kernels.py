@@ -93,11 +93,11 @@ def collectives_job(mesh: DeviceMesh, name: str, sp: bool) -> list[Any]:
 def compile_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
     """One graph, the same numbers, gradients included."""
     found = Findings()
-    model, twin = sharded(name, mesh, sp), sharded(name, mesh, sp)
+    reference, twin = zoo.makers()[name](), sharded(name, mesh, sp)
     ids = token_ids(2, 12, 3)
     twin(input_ids=ids)  # the comparison of the first batch is not compiled
-    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
-    found.add("step", step(model, compiled, functools.partial(logits_of, ids=ids), plain=False))
+    twin.compile(fullgraph=True, backend="aot_eager")
+    found.add("step", step(reference, twin, functools.partial(logits_of, ids=ids)))
     return found.errors
 
 

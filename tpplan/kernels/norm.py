@@ -403,10 +403,10 @@ def _reference_backward(
         dx = dx + dtotal
     if early:
         unit = unit.to(x.dtype).to(unit.dtype)
-    over = tuple(range(x.dim() - 1))
     nothing = unit.new_empty(0)
-    dw = (grad * unit).sum(over) if scales else nothing
-    return dx.to(x.dtype), dw, grad.sum(over) if shifts else nothing
+    h = x.shape[-1]
+    dw = (grad * unit).reshape(-1, h).sum(0) if scales else nothing
+    return dx.to(x.dtype), dw, grad.reshape(-1, h).sum(0) if shifts else nothing
 
 
 @_norm_backward.register_fake
