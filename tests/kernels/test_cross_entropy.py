@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -110,19 +111,24 @@ def test_nothing_to_do() -> None:
         assert dx.shape == logits.shape
 
 
-def loss_and_gradient(logits: torch.Tensor, target: torch.Tensor, fuse: bool, **how: Any) -> Any:
+@pytest.fixture
+def group() -> Iterator[Group]:
+    """One rank, whose sums are its own."""
     with fake_world(1) as mesh:
-        site = Site("", "")
-        vocabulary = Vocabulary(logits.size(1), 0, Group.of(mesh), site, site, site)
-        loss = cross_entropy(logits, target, vocabulary, **how, fuse=fuse)
-        return loss, torch.autograd.grad(loss.sum(), logits)[0]
+        yield Group.of(mesh)
+
+
+def loss_of(logits: torch.Tensor, target: torch.Tensor, group: Group, **how: Any) -> torch.Tensor:
+    site = Site("", "")
+    vocabulary = Vocabulary(logits.size(1), 0, group, site, site, site)
+    return cross_entropy(logits, target, vocabulary, **how)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighs", [False, True])
-def test_the_loss(reduction: str, smoothing: float, weighs: bool) -> None:
-    """Of one rank, with and without the kernels, some targets ignored."""
+def test_the_loss(group: Group, reduction: str, smoothing: float, weighs: bool) -> None:
+    """With and without the kernels, some targets ignored."""
     logits = random(5, 1000, dtype=torch.float32, seed=3)
     weight = random(1000, dtype=torch.float32, seed=4).detach().abs() if weighs else None
     target = targets(1, 7, -100, 999, -100)
@@ -131,10 +137,20 @@ def test_the_loss(reduction: str, smoothing: float, weighs: bool) -> None:
     expected = F.cross_entropy(wide, target, None if weight is None else weight.double(), **how)
     (down,) = torch.autograd.grad(expected.sum(), wide)
     for fuse in (True, False):
-        loss, grad = loss_and_gradient(logits, target, fuse, weight=weight, **how)
+        loss = loss_of(logits, target, group, weight=weight, fuse=fuse, **how)
+        (grad,) = torch.autograd.grad(loss.sum(), logits)
         assert error(loss, expected) <= 1e-6
         assert error(grad, down) <= 1e-6
         assert not grad[[2, 4]].any()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_gradients_of_gradients(group: Group, smoothing: float) -> None:
+    logits = random(3, 4, dtype=torch.float64, seed=3)
+    target = targets(1, -100, 3)
+    assert torch.autograd.gradgradcheck(
+        lambda x: loss_of(x, target, group, label_smoothing=smoothing, fuse=True), logits
+    )
 
 
 def test_shards_meet() -> None:

@@ -28,10 +28,9 @@ def formula(
 
 
 @pytest.mark.parametrize("h", [1, 7, 768, 4097])
-@pytest.mark.parametrize("ids_are", [torch.int32, torch.int64])
 @DTYPES
-def test_values_and_gradients(h: int, ids_are: torch.dtype, dtype: torch.dtype) -> None:
-    ids = some_ids(3, 8, dtype=ids_are)
+def test_values_and_gradients(h: int, dtype: torch.dtype) -> None:
+    ids = some_ids(3, 8, dtype=torch.int32 if h == 7 else torch.int64)
     weight = random(ROWS, h, dtype=dtype, seed=h)
     found = errors(lambda w: look_up(ids, w, START), lambda w: formula(ids, w), [weight])
     assert found.pop("result 0") == 0

@@ -125,7 +125,7 @@ def _look_up_backward(
     grad = rows_of(dy)
     row, places = row.sort(stable=True)
     # the places of row n are places[bounds[n] : bounds[n + 1]]
-    bounds = torch.searchsorted(row, torch.arange(v + 1, device=row.device))
+    bounds = torch.searchsorted(row, torch.arange(v + 1, device=row.device), out_int32=True)
     dw = dy.new_empty((v, h))
     kernel, block, warps = plan_backward(h)
     blocks = -(-h // block)
