@@ -18,8 +18,7 @@ import torch
 
 from tpplan.kernels.launch import fused, jit, power, rows_of, tl, vector
 
-# rows longer than this are read in chunks, each of them once
-_WHOLE, _CHUNK = 16384, 8192
+_CHUNK = 8192  # columns of a row that are read at once
 _GRADIENT = 4096  # columns of one program
 _REFERENCE = 2**24  # elements of a temporary of the reference: rows are worked on in blocks
 
@@ -89,16 +88,14 @@ def _gradient_kernel(
 
 def plan_statistics(v: int) -> tuple[Any, int, int]:
     """The kernel for rows of ``v`` logits, its block, and how many warps run it."""
-    if v > _WHOLE:
-        return _statistics_kernel, _CHUNK, 8
-    block = power(v)
-    return _statistics_kernel, block, min(max(block // 1024, 1), 16)
+    block = min(power(v), _CHUNK)
+    return _statistics_kernel, block, max(block // 512, 1)
 
 
 def plan_gradient(v: int) -> tuple[Any, int, int]:
     """As ``plan_statistics``, for the gradient; a row is of as many programs as it has blocks."""
     block = min(power(v), _GRADIENT)
-    return _gradient_kernel, block, min(max(block // 512, 1), 8)
+    return _gradient_kernel, block, max(block // 512, 1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -56,13 +56,13 @@ def _add_up_kernel(
 def plan_forward(h: int) -> tuple[Any, int, int]:
     """The kernel for rows of ``h`` columns, its block, and how many warps run it."""
     block = min(power(h), _COPIED)
-    return _look_up_kernel, block, min(max(block // 512, 1), 8)
+    return _look_up_kernel, block, max(block // 512, 1)
 
 
 def plan_backward(h: int) -> tuple[Any, int, int]:
     """As ``plan_forward``, for the gradient, whose kernel also takes ``PLACES_AT_ONCE``."""
     block = min(power(h), _SUMMED)
-    return _add_up_kernel, block, min(max(block // 256, 1), 4)
+    return _add_up_kernel, block, max(block // 128, 1)
 
 
 def _local(padding_idx: int | None, start: int, v: int) -> int:

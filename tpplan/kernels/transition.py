@@ -43,7 +43,7 @@ def _move_kernel(
 def plan(run: int) -> tuple[Any, int, int]:
     """The kernel for chunks of ``run`` elements, its block, and how many warps run it."""
     block = min(power(run), _BLOCK)
-    return _move_kernel, block, min(max(block // 512, 1), 8)
+    return _move_kernel, block, max(block // 512, 1)
 
 
 def _move(packed: torch.Tensor, whole: torch.Tensor, packs: bool) -> None:
