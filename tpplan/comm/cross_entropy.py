@@ -8,7 +8,6 @@ Megatron-core). The gradient of a rank's logits needs nothing more, so the backw
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 from tpplan.comm.collectives import Group, Site, all_reduce
 from tpplan.comm.conjugates import Transition, copy_in
 from tpplan.compat import FakeTensor, differentiates_backward
-
-_BLOCK = 2**24  # elements of a float32 temporary: rows are worked on in blocks of so many
+from tpplan.kernels.cross_entropy import add_rest, gradient, located, statistics
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    fuse: bool | None = None,
 ) -> torch.Tensor:
     """``F.cross_entropy`` with class indices, whole and equal on every rank.
 
@@ -58,6 +57,7 @@ def cross_entropy(
         logits: (tokens, this rank's classes).
         target: (tokens,) class indices, the same on every rank.
         weight: (classes,) the whole weights.
+        fuse: whether fused kernels work on the logits; where it is not said, on GPUs.
 
     Returns:
         A scalar, or (tokens,) where ``reduction`` is "none".
@@ -73,8 +73,10 @@ def cross_entropy(
         weight = weight.to(torch.float32 if low else logits.dtype)
         mine = weight.narrow(0, vocabulary.first, logits.size(1))
     smooth = label_smoothing > 0
-    index = (target - vocabulary.first).masked_fill(ignored, -1)
-    log_sum, chosen, every = _Statistics.apply(logits, index, mine, smooth, vocabulary)  # type: ignore[no-untyped-call]
+    if fuse is None:
+        fuse = logits.is_cuda
+    target = target.masked_fill(ignored, -1)
+    log_sum, chosen, every = _Statistics.apply(logits, target, mine, smooth, vocabulary, fuse)  # type: ignore[no-untyped-call]
     loss = log_sum - chosen
     counted = (~ignored).to(loss.dtype)
     if weight is not None:
@@ -104,12 +106,6 @@ def _require_classes(target: torch.Tensor, ignored: torch.Tensor, classes: int) 
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
 
 
-def _blocks(x: torch.Tensor) -> Iterator[slice]:
-    rows = max(1, _BLOCK // max(1, x.size(1)))
-    for start in range(0, x.size(0), rows):
-        yield slice(start, start + rows)
-
-
 class _Statistics(torch.autograd.Function):
     """For each token, of logits less the largest: log Σ exp, the target's, and (weighted) Σ.
 
@@ -121,85 +117,54 @@ class _Statistics(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: torch.Tensor,
-        index: torch.Tensor,
+        target: torch.Tensor,
         weight: torch.Tensor | None,
         smooth: bool,
         vocabulary: Vocabulary,
+        fuse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         group, columns = vocabulary.group, logits.size(1)
-        kind = torch.promote_types(logits.dtype, torch.float32)
-        here = (index >= 0) & (index < columns)
-        index = index.masked_fill(~here, 0).unsqueeze(1)
-
-        largest = logits.new_full((logits.size(0),), -torch.inf, dtype=kind)
-        if columns:
-            largest = logits.amax(1).to(kind)
-        largest = all_reduce(largest, group, vocabulary.largest, "max")
-
-        total = torch.empty_like(largest)
-        target = torch.zeros_like(largest)
-        every = torch.zeros_like(largest)
-        for block in _blocks(logits):
-            shifted = logits[block].to(kind, copy=True).sub_(largest[block].unsqueeze(1))
-            if columns:
-                own = shifted.gather(1, index[block]).squeeze(1)
-                target[block] = own.masked_fill_(~here[block], 0)
-            if smooth:
-                every[block] = (shifted if weight is None else shifted * weight).sum(1)
-            total[block] = shifted.exp_().sum(1)
-        total = all_reduce(total, group, vocabulary.total)
+        own, total, chosen, every = statistics(
+            logits, target, vocabulary.first, weight, smooth=smooth, fuse=fuse
+        )
+        largest = all_reduce(own, group, vocabulary.largest, "max")
+        below = own.sub_(largest)
+        total = all_reduce(total.mul_(below.exp()), group, vocabulary.total)
         if smooth:
-            both = all_reduce(torch.stack([target, every]), group, vocabulary.target)
-            target, every = both[0].clone(), both[1].clone()
+            if columns:  # else there is no largest one to be below
+                every.add_(below.mul_(columns if weight is None else weight.sum()))
+            both = all_reduce(torch.stack([chosen, every]), group, vocabulary.target)
+            chosen, every = both[0] - largest, both[1].clone()
         else:
-            target = all_reduce(target, group, vocabulary.target)
+            chosen = all_reduce(chosen, group, vocabulary.target).sub_(largest)
             ctx.mark_non_differentiable(every)
         log_sum = total.log_()
-        ctx.save_for_backward(logits, index, here, largest, log_sum, weight)
-        ctx.smooth, ctx.vocabulary = smooth, vocabulary
-        return log_sum, target, every
+        ctx.save_for_backward(logits, target, largest, log_sum, weight)
+        ctx.smooth, ctx.vocabulary, ctx.fuse = smooth, vocabulary, fuse
+        return log_sum, chosen, every
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, of_sum: torch.Tensor, of_target: torch.Tensor, of_every: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        logits, index, here, largest, log_sum, weight = ctx.saved_tensors
+        logits, target, largest, log_sum, weight = ctx.saved_tensors
+        vocabulary = ctx.vocabulary
         if differentiates_backward():
-            site = ctx.vocabulary.total
-            crossing = Transition(ctx.vocabulary.group, site, site)
+            site = vocabulary.total
+            crossing = Transition(vocabulary.group, site, site)
             # whole tensors that meet this rank's classes: what flows back to them is summed
             of_sum, of_target, of_every, log_sum = (
                 copy_in(t, crossing) for t in (of_sum, of_target, of_every, log_sum)
             )
             shifted = logits.to(largest.dtype) - (largest + log_sum).unsqueeze(1)
             grad = shifted.exp() * of_sum.unsqueeze(1)
-            grad = _with_rest(grad, index, here, of_target, of_every, weight, ctx.smooth)
-            return grad.to(logits.dtype), None, None, None, None
-        result = torch.empty_like(logits)
-        for block in _blocks(logits):
-            grad = logits[block].to(largest.dtype, copy=True)
-            grad = grad.sub_(largest[block].unsqueeze(1)).sub_(log_sum[block].unsqueeze(1))
-            grad = grad.exp_().mul_(of_sum[block].unsqueeze(1))
-            result[block] = _with_rest(
-                grad, index[block], here[block], of_target[block], of_every[block], weight,
-                ctx.smooth,
+            index, here = located(target, vocabulary.first, logits.size(1))
+            each = of_every if ctx.smooth else None
+            grad = add_rest(grad, index, here, of_target, each, weight).to(logits.dtype)
+        else:
+            each = of_every if ctx.smooth else None
+            grad = gradient(
+                logits, target, vocabulary.first, weight, largest, log_sum, of_sum, of_target, each,
+                fuse=ctx.fuse,
             )  # fmt: skip
-        return result, None, None, None, None
-
-
-def _with_rest(
-    grad: torch.Tensor,
-    index: torch.Tensor,
-    here: torch.Tensor,
-    of_target: torch.Tensor,
-    of_every: torch.Tensor,
-    weight: torch.Tensor | None,
-    smooth: bool,
-) -> torch.Tensor:
-    """Add to ``grad`` what flows to the targets' logits and to the sums of all logits."""
-    if grad.size(1):
-        grad.scatter_add_(1, index, of_target.masked_fill(~here, 0).unsqueeze(1))
-    if smooth:
-        each = of_every.unsqueeze(1)
-        grad.add_(each if weight is None else each * weight)
-    return grad
+        return grad, None, None, None, None, None

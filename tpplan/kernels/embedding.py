@@ -1,0 +1,175 @@
+"""Vocab-parallel look-up: a rank's rows of an embedding, zeros for ids that are on other ranks.
+
+Shoeybi et al., "Megatron-LM" (2019), section 3: summed over the ranks the result is the whole
+look-up. No mask is written: a program that has no row to copy writes zeros.
+The gradient of a row of the weight is the sum of what its id's places got. One program adds up
+each row over the places, which are sorted by id: float32 throughout, the same on every run, and
+nothing but the gradient itself is as large as the weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tpplan.kernels.launch import differentiably, fused, jit, power, rows_of, tl, vector
+
+_COPIED, _SUMMED = 4096, 1024  # columns of one program
+PLACES_AT_ONCE = 8  # rows of the gradient that a program adds up at once
+
+
+@jit
+def _look_up_kernel(ids, weight, out, w_row, h, v, start, blocks, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    place = (program // blocks).to(tl.int64)
+    columns = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < h
+    row = tl.load(ids + place).to(tl.int64) - start
+    here = (row >= 0) & (row < v)
+    values = tl.load(weight + row * w_row + columns, mask=inside & here, other=0.0)
+    tl.store(out + place * h + columns, values, mask=inside)
+
+
+@jit
+def _add_up_kernel(
+    dy, places, bounds, dw, dy_row, h, padding, blocks, PLACES: tl.constexpr, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    columns = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < h
+    first = tl.load(bounds + row)
+    last = tl.where(row == padding, first, tl.load(bounds + row + 1))
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(first, last, PLACES):
+        lanes = begin + tl.arange(0, PLACES)
+        live = lanes < last
+        place = tl.load(places + lanes, mask=live, other=0)
+        both = live[:, None] & inside[None, :]
+        grad = tl.load(dy + place[:, None] * dy_row + columns[None, :], mask=both, other=0.0)
+        sums += tl.sum(grad.to(tl.float32), 0)
+    tl.store(dw + row * h + columns, sums, mask=inside)
+
+
+def plan_forward(h: int) -> tuple[Any, int, int]:
+    """The kernel for rows of ``h`` columns, its block, and how many warps run it."""
+    block = min(power(h), _COPIED)
+    return _look_up_kernel, block, max(block // 512, 1)
+
+
+def plan_backward(h: int) -> tuple[Any, int, int]:
+    """As ``plan_forward``, for the gradient, whose kernel also takes ``PLACES_AT_ONCE``."""
+    block = min(power(h), _SUMMED)
+    return _add_up_kernel, block, max(block // 128, 1)
+
+
+def _local(padding_idx: int | None, start: int, v: int) -> int:
+    """The row of the padding; -1 where it is not here."""
+    row = -1 if padding_idx is None else padding_idx - start
+    return row if 0 <= row < v else -1
+
+
+def reference(
+    ids: torch.Tensor, weight: torch.Tensor, start: int, padding_idx: int | None
+) -> torch.Tensor:
+    """What the kernel computes, by PyTorch's own ops; see ``look_up``."""
+    v = weight.shape[0]
+    if v == 0:
+        return weight.sum(0).expand(*ids.shape, -1).clone()
+    row = ids - start
+    elsewhere = (row < 0) | (row >= v)
+    padding = _local(padding_idx, start, v)
+    found = F.embedding(row.masked_fill(elsewhere, 0), weight, None if padding < 0 else padding)
+    return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+@torch.library.custom_op("tpplan::look_up", mutates_args=())
+def _look_up(
+    ids: torch.Tensor, weight: torch.Tensor, start: int, padding_idx: int | None
+) -> torch.Tensor:
+    if not fused(weight) or ids.numel() == 0:
+        return reference(ids, weight, start, padding_idx)
+    matrix, (v, h) = rows_of(weight), weight.shape
+    out = weight.new_empty((*ids.shape, h))
+    kernel, block, warps = plan_forward(h)
+    blocks = -(-h // block)
+    kernel[(ids.numel() * blocks,)](
+        vector(ids), matrix, out, matrix.stride(0), h, v, start, blocks, BLOCK=block,
+        num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+@_look_up.register_fake
+def _look_up_fake(
+    ids: torch.Tensor, weight: torch.Tensor, start: int, padding_idx: int | None
+) -> torch.Tensor:
+    return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
+@torch.library.custom_op("tpplan::look_up_backward", mutates_args=())
+def _look_up_backward(
+    dy: torch.Tensor, ids: torch.Tensor, v: int, start: int, padding_idx: int | None
+) -> torch.Tensor:
+    h, padding = dy.shape[-1], _local(padding_idx, start, v)
+    row = ids.flatten().long() - start
+    if not fused(dy) or v == 0:
+        kind = torch.promote_types(dy.dtype, torch.float32)
+        counts = (row >= 0) & (row < v) & (row != padding)
+        grad = dy.reshape(-1, h)[counts]
+        return (
+            dy.new_zeros((v, h), dtype=kind).index_add_(0, row[counts], grad.to(kind)).to(dy.dtype)
+        )
+    grad = rows_of(dy)
+    row, places = row.sort(stable=True)
+    # the places of row n are places[bounds[n] : bounds[n + 1]]
+    bounds = torch.searchsorted(row, torch.arange(v + 1, device=row.device), out_int32=True)
+    dw = dy.new_empty((v, h))
+    kernel, block, warps = plan_backward(h)
+    blocks = -(-h // block)
+    kernel[(v * blocks,)](
+        grad, places, bounds, dw, grad.stride(0), h, padding, blocks, PLACES=PLACES_AT_ONCE,
+        BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return dw
+
+
+@_look_up_backward.register_fake
+def _look_up_backward_fake(
+    dy: torch.Tensor, ids: torch.Tensor, v: int, start: int, padding_idx: int | None
+) -> torch.Tensor:
+    return dy.new_empty((v, dy.shape[-1]))
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ids, weight, ctx.start, ctx.padding_idx = inputs
+    ctx.v = weight.shape[0]
+    ctx.save_for_backward(ids, weight)
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    ids, weight = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        found = differentiably(
+            lambda w: reference(ids, w, ctx.start, ctx.padding_idx), (weight,), dy
+        )
+        return None, found[0], None, None
+    return None, _look_up_backward(dy, ids, ctx.v, ctx.start, ctx.padding_idx), None, None
+
+
+_look_up.register_autograd(_backward, setup_context=_setup)
+
+
+def look_up(
+    ids: torch.Tensor, weight: torch.Tensor, start: int, padding_idx: int | None = None
+) -> torch.Tensor:
+    """A rank's part of an embedding: (*ids.shape, h), zeros where an id is on another rank.
+
+    Args:
+        ids: int32 or int64 of any shape. One that is on no rank at all is not noticed.
+        weight: (v, h), the rows of the ids from ``start`` on.
+        padding_idx: the id whose row gets no gradient, wherever it is.
+    """
+    return _look_up(ids, weight, start, padding_idx)  # type: ignore[no-any-return]
