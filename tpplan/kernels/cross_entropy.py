@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tpplan.kernels.launch import fused, jit, power, rows_of, tl, vector
+from tpplan.kernels.launch import fused, jit, launch, power, rows_of, tl, vector
 
 _CHUNK = 8192  # columns of a row that are read at once
 _GRADIENT = 4096  # columns of one program
@@ -198,7 +198,7 @@ def _statistics(
         for wanted in (True, True, True, smooth)
     )
     kernel, block, warps = plan_statistics(v)
-    kernel[(rows,)](
+    launch(kernel, (rows,))(
         matrix, vector(target), vector(weight), largest, total, chosen, every, matrix.stride(0), v,
         start, SMOOTH=smooth, WEIGHS=weight is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip
@@ -239,7 +239,7 @@ def _gradient(
     dx = logits.new_empty(logits.shape)
     kernel, block, warps = plan_gradient(v)
     blocks = -(-v // block)
-    kernel[(rows * blocks,)](
+    launch(kernel, (rows * blocks,))(
         matrix, vector(target), vector(weight), vector(largest), vector(log_sum), vector(of_sum),
         vector(of_target), vector(of_every), dx, matrix.stride(0), v, start, blocks,
         SMOOTH=of_every is not None, WEIGHS=weight is not None, BLOCK=block, num_warps=warps,

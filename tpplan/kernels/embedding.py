@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tpplan.kernels.launch import differentiably, fused, jit, power, rows_of, tl, vector
+from tpplan.kernels.launch import differentiably, fused, jit, launch, power, rows_of, tl, vector
 
 _COPIED, _SUMMED = 4096, 1024  # columns of one program
 PLACES_AT_ONCE = 8  # rows of the gradient that a program adds up at once
@@ -95,7 +95,7 @@ def _look_up(
     out = weight.new_empty((*ids.shape, h))
     kernel, block, warps = plan_forward(h)
     blocks = -(-h // block)
-    kernel[(ids.numel() * blocks,)](
+    launch(kernel, (ids.numel() * blocks,))(
         vector(ids), matrix, out, matrix.stride(0), h, v, start, blocks, BLOCK=block,
         num_warps=warps,
     )  # fmt: skip
@@ -129,7 +129,7 @@ def _look_up_backward(
     dw = dy.new_empty((v, h))
     kernel, block, warps = plan_backward(h)
     blocks = -(-h // block)
-    kernel[(v * blocks,)](
+    launch(kernel, (v * blocks,))(
         grad, places, bounds, dw, grad.stride(0), h, padding, blocks, PLACES=PLACES_AT_ONCE,
         BLOCK=block, num_warps=warps,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tpplan.kernels.launch import fused, jit, power, tl
+from tpplan.kernels.launch import fused, jit, launch, power, tl
 
 _BLOCK = 4096  # elements of one program
 
@@ -50,7 +50,7 @@ def _move(packed: torch.Tensor, whole: torch.Tensor, packs: bool) -> None:
     ranks, batch, chunk, width = packed.shape
     kernel, block, warps = plan(chunk * width)
     blocks = -(-chunk * width // block)
-    kernel[(ranks * batch * blocks,)](
+    launch(kernel, (ranks * batch * blocks,))(
         packed, whole, batch, chunk, whole.shape[1], width, blocks, PACKS=packs, BLOCK=block,
         num_warps=warps,
     )  # fmt: skip
