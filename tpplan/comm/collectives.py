@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.compat import below_autograd
+from tpplan.kernels.transition import pack, unpack
 
 _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
@@ -32,16 +33,20 @@ _observed = _Observed()
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one tensor-parallel group, as the collectives need them."""
+    """The ranks of one tensor-parallel group, as the collectives need them.
+
+    ``fuse``: whether the copies before and after a collective are kernels' work.
+    """
 
     name: str
     size: int
     rank: int
+    fuse: bool = False
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Group:
+    def of(cls, mesh: DeviceMesh, fuse: bool = False) -> Group:
         """The group of a 1-D mesh."""
-        return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+        return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), fuse)
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ def all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site)
     shape = list(x.shape)
     with below_autograd():
         whole = _wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    if group.fuse:
+        return unpack(whole.view(group.size, *shape), dim, length)
     rows = shape[dim] * group.size
     if shape[:dim].count(1) != dim:
         whole = whole.view(group.size, *shape).movedim(0, dim)
@@ -117,10 +124,12 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group, site: Site) -> torch
         _observed.observer(site)
     shape = list(x.shape)
     rows = chunk(shape[dim], group.size)
-    x = pad(x, dim, rows * group.size)
-    if shape[:dim].count(1) == dim:
-        x = x.reshape(rows * group.size, *shape[dim + 1 :])
+    if group.fuse:
+        x = pack(x, dim, group.size).flatten(0, 1)
+    elif shape[:dim].count(1) == dim:
+        x = pad(x, dim, rows * group.size).reshape(rows * group.size, *shape[dim + 1 :])
     else:
+        x = pad(x, dim, rows * group.size)
         split = [*shape[:dim], group.size, rows, *shape[dim + 1 :]]
         x = x.reshape(split).movedim(dim, 0).contiguous().flatten(0, 1)
     shape[dim] = rows

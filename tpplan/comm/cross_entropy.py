@@ -47,7 +47,7 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    fuse: bool | None = None,
+    fuse: bool = False,
 ) -> torch.Tensor:
     """``F.cross_entropy`` with class indices, whole and equal on every rank.
 
@@ -57,7 +57,7 @@ def cross_entropy(
         logits: (tokens, this rank's classes).
         target: (tokens,) class indices, the same on every rank.
         weight: (classes,) the whole weights.
-        fuse: whether fused kernels work on the logits; where it is not said, on GPUs.
+        fuse: whether fused kernels work on the logits.
 
     Returns:
         A scalar, or (tokens,) where ``reduction`` is "none".
@@ -73,8 +73,6 @@ def cross_entropy(
         weight = weight.to(torch.float32 if low else logits.dtype)
         mine = weight.narrow(0, vocabulary.first, logits.size(1))
     smooth = label_smoothing > 0
-    if fuse is None:
-        fuse = logits.is_cuda
     target = target.masked_fill(ignored, -1)
     log_sum, chosen, every = _Statistics.apply(logits, target, mine, smooth, vocabulary, fuse)  # type: ignore[no-untyped-call]
     loss = log_sum - chosen

@@ -29,15 +29,23 @@ class Stream:
         mesh: the 1-D tensor-parallel mesh; group: its ranks.
         sequence_parallel: whether the stream is sharded at all.
         dim: the sequence dimension.
+        fused: the kinds of kernels that run.
         length: the global sequence length while an element of the stack runs, else None.
         shared: what boundaries that share an input have made of it, while a forward runs.
         whole_results: whether the user is given full tensors only, no sharded logits.
         randomness: the random sequences of this rank.
     """
 
-    def __init__(self, mesh: DeviceMesh, sequence_parallel: bool, dim: int) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        sequence_parallel: bool,
+        dim: int,
+        fused: frozenset[str] = frozenset(),
+    ) -> None:
         self.mesh = mesh
-        self.group = Group.of(mesh)
+        self.fused = fused
+        self.group = Group.of(mesh, "sequence_transition" in fused)
         self.sequence_parallel = sequence_parallel
         self.dim = dim
         self.length: int | None = None

@@ -30,6 +30,12 @@ def available() -> bool:
     return triton is not None and (torch.cuda.is_available() or interpreted())
 
 
+def chosen(implementation: str, device_type: str) -> bool:
+    """Whether kernels run on such devices: "triton" asks for them, "auto" for them on GPUs."""
+    by_itself = implementation == "auto" and device_type == "cuda" and available()
+    return by_itself or implementation == "triton"
+
+
 def interpreted() -> bool:
     """Whether Triton's interpreter was asked for, which also takes tensors on the CPU."""
     return triton is not None and bool(triton.knobs.runtime.interpret)

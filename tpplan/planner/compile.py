@@ -348,6 +348,7 @@ class _Compiler:
             sequence_parallel=self.sequence_parallel,
             modules=FrozenMap(self.module_plans()),
             parameters=FrozenMap(parameters),
+            kernels=FrozenMap(self.kernels),
             unmatched=self.matches.unmatched,
         )
 

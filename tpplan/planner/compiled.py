@@ -155,6 +155,7 @@ class CompiledPlan:
     Attributes:
         modules: by path, in the order of ``named_modules()``.
         parameters: by name, in the order of ``named_parameters()``.
+        kernels: the implementation asked for, by kind of kernel: triton, torch or auto.
         unmatched: optional patterns that matched nothing.
     """
 
@@ -163,6 +164,7 @@ class CompiledPlan:
     sequence_parallel: bool
     modules: Mapping[str, ModulePlan]
     parameters: Mapping[str, ParameterPlan]
+    kernels: Mapping[str, str] = field(default_factory=FrozenMap)
     unmatched: tuple[str, ...] = ()
 
     def parameter(self, name: str) -> ParameterPlan:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from tpplan.comm import Stream
+from tpplan.kernels.launch import chosen
 from tpplan.planner import CompiledPlan
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.styles import PlannedStyle, swap_kernels
@@ -34,7 +35,10 @@ def apply(
     ]
     try:
         if compiled.tp > 1 and mesh is not None:
-            stream = Stream(mesh, compiled.sequence_parallel, compiled.plan.sequence_dim)
+            fused = (k for k, how in compiled.kernels.items() if chosen(how, mesh.device_type))
+            stream = Stream(
+                mesh, compiled.sequence_parallel, compiled.plan.sequence_dim, frozenset(fused)
+            )
             stream.whole_results = all(
                 plan.options.get("output") != "shard"
                 for plan in compiled.modules.values()

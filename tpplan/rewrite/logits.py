@@ -221,6 +221,7 @@ def _loss(
         ignore_index,
         reduction,
         label_smoothing,
+        "cross_entropy" in origin.stream.fused,
     )
     origin.scored = True
     return loss.reshape(target.shape) if reduction == "none" else loss

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tpplan import planner
 from tpplan.comm import Site, Stream, Transition
 from tpplan.comm.distribute import distributed
-from tpplan.kernels.launch import available
+from tpplan.kernels.launch import chosen
 from tpplan.planner import CompiledPlan, GeluForm, ModulePlan
 from tpplan.planner.match import folded
 from tpplan.planner.replay import assign
@@ -139,8 +139,7 @@ def runs_fused(plan: ModulePlan, device_type: str) -> bool:
     choice = plan.kernel
     if choice is None or choice.form is None:
         return False
-    by_itself = choice.implementation == "auto" and device_type == "cuda" and available()
-    return by_itself or choice.implementation == "triton"
+    return chosen(choice.implementation, device_type)
 
 
 def swap_kernels(model: nn.Module, compiled: CompiledPlan, device_type: str) -> None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpplan.comm import chunk, join, reduce_out, scatter_out
+from tpplan.kernels.embedding import look_up
 from tpplan.rewrite.logits import Origin
 from tpplan.rewrite.lowered import Lowered
 from tpplan.rewrite.streams import require_sequence
@@ -24,17 +25,7 @@ class VocabEmbedding(Lowered, nn.Embedding):
         stream = state.stream
         if stream.sequence_parallel and state.plan.options.get("output") != "gather":
             require_sequence(input, stream.dim + 1, state.plan.path)
-        (weight,) = self._locals()
-        rows = weight.size(0)
-        first = chunk(self.num_embeddings, stream.group.size) * stream.group.rank
-        local = input - first
-        elsewhere = (local < 0) | (local >= rows)
-        known = (input >= 0) & (input < self.num_embeddings)
-        local = local.masked_fill(elsewhere & known, 0)
-        padding = None if self.padding_idx is None else self.padding_idx - first
-        if padding is not None and not 0 <= padding < rows:
-            padding = None
-        partial = F.embedding(local, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
+        partial = self._look_up(input)
         gathered = state.plan.options.get("output") == "gather"
         if not stream.sequence_parallel or gathered:
             return reduce_out(partial, state.transition)
@@ -45,6 +36,24 @@ class VocabEmbedding(Lowered, nn.Embedding):
         if stream.inside:
             return stream.to_global(out, length)
         return join(out, stream.dim, length, state.transition)
+
+    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """This rank's rows, and zeros for the ids of others."""
+        stream = self._tpplan.stream
+        (weight,) = self._locals()
+        first = chunk(self.num_embeddings, stream.group.size) * stream.group.rank
+        known = (ids >= 0) & (ids < self.num_embeddings)
+        if "embedding" in stream.fused:
+            torch._assert_async(known.all())
+            return look_up(ids, weight, first, self.padding_idx)
+        rows = weight.size(0)
+        local = ids - first
+        elsewhere = (local < 0) | (local >= rows)
+        local = local.masked_fill(elsewhere & known, 0)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < rows:
+            padding = None
+        return F.embedding(local, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
 class VocabHead(Lowered):
