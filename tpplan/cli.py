@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpplan.language import PlanError, suggest
+from tpplan.language.styles import KERNEL_CHOICES
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--processes", action="store_true", help="real gloo processes instead of simulated ranks"
     )
     _example_inputs(verify)
+    _kernels(verify)
 
     check = command("check", _check, "what is wrong with a plan, on its own or for a model")
     _plan_and_model(check, model_required=False)
@@ -166,6 +168,15 @@ def _how_trained(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--hardware", default=None, help="a profile's name, or a YAML file of your own"
     )
+    _kernels(sub)
+
+
+def _kernels(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--kernels",
+        choices=KERNEL_CHOICES,
+        help="of all kinds: triton, torch, or auto: Triton's where it runs on a GPU",
+    )
 
 
 def _positive(text: str) -> int:
@@ -233,6 +244,7 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
         "max_norm": args.clip or None,
         "master_weights": args.master_weights,
         "checkpointing": args.checkpointing,
+        "kernels": args.kernels,
         **({"hardware": args.hardware} if args.hardware else {}),
     }
 
@@ -288,6 +300,7 @@ def _verify(args: argparse.Namespace) -> int:
             args.plan,
             args.tp,
             sequence_parallel=args.sequence_parallel,
+            kernels=args.kernels,
             inputs=_inputs(args.input) or None,
             processes=args.processes,
         )

@@ -10,9 +10,9 @@ from tpplan.language.styles import KERNEL_CHOICES, KERNEL_KINDS
 from tpplan.planner.forms import Form, KernelChoice
 
 _REASONS: Mapping[str, str] = {
-    "auto": "on a GPU; elsewhere the module's own forward. On random numbers they are equal",
-    "triton": "on random numbers equal to the module's own forward",
-    "torch": "the module's own forward, as was asked for",
+    "auto": "by a fused kernel on a GPU, elsewhere by its own forward: equal on random numbers",
+    "triton": "by a fused kernel, on random numbers equal to its own forward",
+    "torch": "by its own forward, as was asked for",
 }
 
 
@@ -48,6 +48,6 @@ def choose(
     implementation = wanted[kind]
     if implementation != "torch" and (form is None or obstacle is not None):
         reason = obstacle or "the kernel's numbers are not the module's"
-        return KernelChoice(kind, "torch", f"the module's own forward: {reason}")
+        return KernelChoice(kind, "torch", f"by its own forward: {reason}")
     form = None if implementation == "torch" else form
     return KernelChoice(kind, implementation, _REASONS[implementation], form)

@@ -7,7 +7,7 @@ import math
 from torch import nn
 
 from tpplan.layout import Rows
-from tpplan.planner import CompiledPlan, Draws, ModulePlan, ParameterPlan
+from tpplan.planner import CompiledPlan, Draws, ModulePlan, ParameterPlan, UnbiasedForm
 
 
 def explain(model: nn.Module, compiled: CompiledPlan, path: str) -> str:
@@ -73,7 +73,9 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
         lines.append(_draws(plan.draws, compiled.sequence_parallel))
     if plan.kernel is not None:
         kernel = plan.kernel
-        lines.append(f"computes {kernel.kind}: {kernel.implementation} ({kernel.reason})")
+        lines.append(f"computes {kernel.kind} {kernel.reason}")
+        if isinstance(kernel.form, UnbiasedForm):
+            lines.append(f"leaves its bias to the kernel of {kernel.form.activation}")
     return lines
 
 

@@ -30,6 +30,8 @@ def layout(report: Report) -> Group:
         parts += ["", _counts(report), "", _sites(report)]
     else:
         parts += ["", "No collectives: one rank."]
+    if any(plan.kernel is not None for plan in report.compiled.modules.values()):
+        parts += ["", _kernels(report)]
     parts += ["", _memory(report), "", _flops(report), "", _time(report), "", _notes(report)]
     return Group(*parts)
 
@@ -46,7 +48,7 @@ def _title(report: Report) -> Text:
 def _table(title: str, *columns: tuple[str, str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name, justify in columns:
-        wraps = name in ("for", "parameter")
+        wraps = name in ("for", "how", "parameter")
         table.add_column(name, justify=justify, overflow="fold", no_wrap=not wraps)  # type: ignore[arg-type]
     return table
 
@@ -135,6 +137,21 @@ def _site(c: Collective) -> tuple[str, ...]:
     return phase, module, kind, shape, size(c.bytes), folded(c.reason)
 
 
+def _kernels(report: Report) -> Table:
+    """What fused kernels stand for, and what they do not."""
+    table = _table(
+        "Fused kernels", ("module", "left"), ("×", "right"), ("computes", "left"), ("how", "left")
+    )
+    groups: dict[tuple[str, str, str], int] = {}
+    for path, plan in report.compiled.modules.items():
+        if plan.kernel is not None:
+            key = folded(path), plan.kernel.kind, plan.kernel.reason
+            groups[key] = groups.get(key, 0) + 1
+    for (path, kind, reason), count in groups.items():
+        table.add_row(_broken(path, 60), str(count), kind, reason)
+    return table
+
+
 def _memory(report: Report) -> Table:
     """Bytes of the first rank: as it was run, and with layers recomputed or not."""
     runs = [(report.training.checkpointing, report.memory)]
@@ -154,7 +171,7 @@ def _memory(report: Report) -> Table:
     for phase in report.memory.peaks:
         peaks = [memory.peaks[phase] for _, memory in runs]
         table.add_row(f"peak of {phase}", *(size(peak.bytes) for peak in peaks))
-        table.add_row("  of it activations", *(size(peak.activations) for peak in peaks))
+        table.add_row("  activations, temporaries", *(size(peak.activations) for peak in peaks))
         if any(peak.module for peak in peaks):
             table.add_row("  reached in", *(folded(peak.module) for peak in peaks))
     return table
