@@ -53,15 +53,18 @@ def _own(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
 class FusedNorm(Fused):
     """LayerNorm or RMSNorm of local rows by the kernel that was proved to equal the module."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of ``x``; autocast, which wants it in float32, is left to the module itself."""
-        if torch.is_autocast_enabled(x.device.type):
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own, which runs where it is given more, and under autocast.
+
+        PyTorch's autocast wants norms in float32.
+        """
+        if len(args) != 1 or kwargs or torch.is_autocast_enabled(args[0].device.type):
+            return super().forward(*args, **kwargs)
         form: NormForm = self._form
         own = _own(self)
         weight, bias = (None if name is None else own[name] for name in form.names)
         return norm(
-            x,
+            args[0],
             weight,
             bias,
             eps=form.eps,
