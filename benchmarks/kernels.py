@@ -417,7 +417,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         if not options.tiny:
             parser.error("there is no GPU: only --tiny can run, which measures nothing of use")
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
         print("no GPU: the kernels are interpreted, and no figure below means anything")
     where = environment()
     print(header(where))
