@@ -144,22 +144,22 @@ def ops() -> list[Op]:
     ):
         moved = _passes(4, 4) if adds else _passes(2, 3)
         inputs = _norm_inputs(adds, shifts)
-        found.append(Op(name, inputs, moved, places, (6, 96), norms, "sweep"))
+        found.append(Op(name, inputs, moved, places, (3, 40), norms, "sweep"))
     places = _sweep(TP_1=(8192, 28672), TP_8=(8192, 3584))
     for name in ("bias + GeLU tanh", "bias + GeLU erf"):
         bars = {"forward": [(28672, 0.95)], "backward": [(28672, 0.85)]}
         inputs = _norm_inputs(False, False)
-        found.append(Op(name, inputs, _passes(2, 3), places, (6, 96), bars))
+        found.append(Op(name, inputs, _passes(2, 3), places, (3, 40), bars))
     bars = {"forward": [(28672, 0.95)], "backward": [(28672, 0.90)]}
     for name in ("SwiGLU", "GeGLU tanh", "GeGLU erf"):
         found += [
-            Op(name, lambda s: [_random(*s), _random(*s)], _passes(3, 5), places, (6, 96), bars),
+            Op(name, lambda s: [_random(*s), _random(*s)], _passes(3, 5), places, (3, 40), bars),
             Op(
                 f"{name} packed",
                 lambda s: [_random(*s[:-1], 2 * s[-1])],
                 _passes(3, 5),
                 places,
-                (6, 96),
+                (3, 40),
                 bars,
             ),
         ]
@@ -170,16 +170,16 @@ def ops() -> list[Op]:
         ("gradient", _classes_and_rows, 2),
     ):
         name = f"cross entropy {name}"
-        found.append(Op(name, inputs, _passes(passes), places, (5, 200), bars, "TP-8"))
-    found.append(Op("cross entropy both", _classes, _passes(3), places, (5, 200)))
+        found.append(Op(name, inputs, _passes(passes), places, (3, 60), bars, "TP-8"))
+    found.append(Op("cross entropy both", _classes, _passes(3), places, (3, 60)))
     # an unsharded table is not masked, and no kernel of tpplan's looks anything up in it
     places = {"TP-8": [(8192, 128256 // 8, 8192)]}
     bars = {"forward": [(8192, 0.80)]}
-    found.append(Op("look-up", _ids_and_weight, _look_up_moved, places, (24, 8, 96), bars, "TP-8"))
+    found.append(Op("look-up", _ids_and_weight, _look_up_moved, places, (16, 4, 40), bars, "TP-8"))
     places = {"TP-8": [(2, 2048, 8192)]}
     bars = {"forward": [(8192, 0.90)]}
     for name, inputs in (("SP unpack", _packed), ("SP pack", lambda s: [_random(*s)])):
-        found.append(Op(name, inputs, _passes(2), places, (2, 16, 40), bars, "TP-8"))
+        found.append(Op(name, inputs, _passes(2), places, (2, 8, 20), bars, "TP-8"))
     return found
 
 

@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -57,10 +57,11 @@ TINY: dict[str, Any] = {
     **SLICE,
     "hidden_size": 128,
     "intermediate_size": 64,
+    "num_hidden_layers": 1,
     "num_attention_heads": 16,
     "vocab_size": 128,
 }
-LENGTH, TINY_LENGTH = 8192, 16
+LENGTH, TINY_LENGTH = 8192, 8
 MODES = {"TP": False, "TP+SP": True}
 WAYS = ("tpplan", "tpplan, PyTorch's ops", "torch")
 TOLERANCE = 2**-7
