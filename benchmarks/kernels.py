@@ -210,7 +210,7 @@ def error(op: Op, function: peers.Function, shape: Shape) -> float:
         theirs = torch.autograd.grad(expected, _differentiable(exact), [g.double() for g in grads])
         pairs += zip(mine, theirs, strict=True)
     errors = [
-        ((a.double() - b).abs().max() / b.abs().max()).item()
+        ((a.double() - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
         for a, b in ((a.detach(), b.detach()) for a, b in pairs)
     ]
     return math.nan if any(map(math.isnan, errors)) else max(errors)
@@ -252,8 +252,9 @@ class Run:
             if not found <= TOLERANCE:
                 raise SystemExit(f"{op.name} {shape}: error {found:.1e} > {TOLERANCE:.1e}")
         for direction, moved in op.moved(shape).items():
-            gc.collect()
-            torch.cuda.empty_cache()
+            if torch.cuda.is_available():
+                gc.collect()
+                torch.cuda.empty_cache()
             times, left_out = self.times(op, direction, shape, moved)
             medians = {name: each.medians() for name, each in times.items()}
             copy = medians.pop("copy")["kernel_us"]

@@ -87,7 +87,6 @@ class Variant:
 
     def time(self) -> None:
         """Add the time of a step until the device is done."""
-        gc.collect()
         synchronize()
         start = time.perf_counter()
         self.run()
