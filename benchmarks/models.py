@@ -61,25 +61,33 @@ def by_transformers(source: Source) -> nn.Module:
 
 
 def by_torch(source: Source) -> nn.Module:
-    """torch's styles; one hand-placed input serves the layers that share it."""
-    whole = Replicate()
-    plan: dict[str, ParallelStyle] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=whole),
-        "lm_head": ColwiseParallel(output_layouts=whole),
-    }
-    for layer in range(CONFIG["num_hidden_layers"]):
-        plan |= _layer_plan(f"model.layers.{layer}", whole)
+    """torch's styles."""
+    plan = torch_plan(CONFIG["num_hidden_layers"], sequence_parallel=False)
     return parallelize_module(source.model(), source.mesh, plan)
 
 
 def by_torch_sequence_parallel(source: Source) -> nn.Module:
-    """torch's styles with a sequence-sharded stream.
+    """torch's styles with a sequence-sharded stream."""
+    plan = torch_plan(CONFIG["num_hidden_layers"], sequence_parallel=True)
+    return parallelize_module(source.model(), source.mesh, plan)
 
-    The embedding returns a DTensor, for the model reads positions and masks off its shape; from
-    the first layer to the last norm the stream is plain.
+
+def torch_plan(layers: int, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """torch's styles of a Llama; one hand-placed input serves the layers that share it.
+
+    With a sequence-sharded stream the embedding returns a DTensor, for the model reads positions
+    and masks off its shape; from the first layer to the last norm the stream is plain.
     """
     shard, whole = Shard(1), Replicate()
-    plan: dict[str, ParallelStyle] = {
+    if not sequence_parallel:
+        plan: dict[str, ParallelStyle] = {
+            "model.embed_tokens": RowwiseParallel(input_layouts=whole),
+            "lm_head": ColwiseParallel(output_layouts=whole),
+        }
+        for layer in range(layers):
+            plan |= _layer_plan(f"model.layers.{layer}", whole)
+        return plan
+    plan = {
         "model.embed_tokens": RowwiseParallel(
             input_layouts=whole, output_layouts=shard, use_local_output=False
         ),
@@ -89,9 +97,9 @@ def by_torch_sequence_parallel(source: Source) -> nn.Module:
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=shard, output_layouts=whole),
     }
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(layers):
         plan |= _layer_plan(f"model.layers.{layer}", shard)
-    return parallelize_module(source.model(), source.mesh, plan)
+    return plan
 
 
 def _layer_plan(layer: str, stream: Replicate | Shard) -> dict[str, ParallelStyle]:
