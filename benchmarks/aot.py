@@ -3,12 +3,13 @@
 Each is compiled ahead of time as it would be launched (``aot_cases.py``), and the result is read:
 registers, spills, and for each argument how wide its loads and stores are. Exits with 1 where a
 kernel spills, needs more threads than there are, or does not move 128 bits at once although its
-rows are aligned to 16 elements, ``EXCEPTIONS`` apart.
+rows are aligned to 16 elements, ``NARROW`` and ``SPILLS`` apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -50,34 +51,58 @@ class Access:
 class Finding:
     """What became of a job on a target."""
 
+    target: str
     registers: int
     spilled: int
-    """Bytes of local memory, or registers that were spilled."""
-    threads: int
+    """Bytes of a thread."""
     accesses: tuple[Access, ...]
     split: int = 0
     """Narrow accesses that only the assembly has."""
 
 
 @dataclass(frozen=True)
-class Exception_:
-    """Accesses narrower than 128 bits that are meant to be, and why."""
+class Narrow:
+    """Accesses of less than 128 bits that are meant to be, and why."""
 
     kernel: str
+    """A module, or one kernel of it."""
     arguments: str
     reason: str
-    least: int = 0
+    least: int = 8
     """The bits they have at least."""
     most: int = 1000
-    """How many there are at most, for each argument."""
+    """How many a kernel has at most, of each argument."""
 
 
-EXCEPTIONS: tuple[Exception_, ...] = (
-    Exception_("norm", "means rstds", "numbers of a row"),
-    Exception_("cross_entropy", "target largest total chosen every", "numbers of a row"),
-    Exception_("cross_entropy", "log_sum of_sum of_target of_every", "numbers of a row"),
-    Exception_("cross_entropy._statistics_kernel", "x", "the target's logit", most=1),
-    Exception_("embedding", "ids places bounds", "numbers of a row"),
+@dataclass(frozen=True)
+class Spill:
+    """Bytes on the stack that cost nothing, and why."""
+
+    kernel: str
+    targets: str
+    bytes: int
+    reason: str
+
+
+NARROW = (
+    Narrow("norm", "means rstds", "numbers of a row"),
+    Narrow("cross_entropy", "target largest total chosen every", "numbers of a row"),
+    Narrow("cross_entropy", "log_sum of_sum of_target of_every", "numbers of a row"),
+    Narrow("cross_entropy._statistics_kernel", "x", "the target's logit", most=1),
+    Narrow("embedding", "ids places bounds", "numbers of a row"),
+    # a thread has 512 columns divided by its warp's lanes, of which more than one warp has the same
+    Narrow("gelu", "bias dbs", "once a program, of all its rows", least=32, most=1),
+    # fewer columns a thread than 128 bits are, so that more programs wait for memory
+    Narrow("embedding._add_up_kernel", "dw", "once a row, of all its places", least=32, most=1),
+)
+_ONE = "a number that ptxas stores once, and loads once a row, to save a register"
+SPILLS = (
+    Spill("norm._backward_whole", "sm_90 sm_100", 16, _ONE),
+    Spill("norm._backward_chunks", "sm_80 sm_100", 8, _ONE),
+    Spill("norm._forward_chunks", "sm_100", 8, _ONE),
+    Spill("gelu._backward_rows", "sm_100", 8, _ONE),
+    # only triton 3.7, of 64 values a thread
+    Spill("norm._forward_whole", "sm_100", 32, "chunks would read float32 rows of 32768 again"),
 )
 
 
@@ -106,18 +131,18 @@ def examine(job: Job, target: str) -> Finding:
     )
     names = [a.name for a in job.arguments if a.kind != "constexpr"]
     accesses = tuple(traced(made.asm["llir"], names))
-    threads = job.warps * lanes
     if backend == "cuda":
-        return Finding(*_usage(made.asm["cubin"]), threads, accesses)
+        return Finding(target, *_usage(made.asm["cubin"]), accesses)
     assembly = made.asm["amdgcn"]
     count = {name: int(n) for name, n in re.findall(r"\.(\w+): +(\d+)", assembly)}
-    spilled = (
-        count["vgpr_spill_count"] + count["sgpr_spill_count"] + count["private_segment_fixed_size"]
-    )
+    # those of scalars are spilled to vectors
+    spilled = max(count["private_segment_fixed_size"], 4 * count["vgpr_spill_count"])
+    spilled += 4 * count["sgpr_spill_count"]
     wide = re.findall(r"\b(?:global|buffer|flat)_(?:load|store)_(\w+)", assembly)
     narrow = sum(not width.startswith("dwordx4") for width in wide)
     split = max(0, narrow - sum(a.bits < 128 for a in accesses))
-    return Finding(count["vgpr_count"] + count["agpr_count"], spilled, threads, accesses, split)
+    registers = count["vgpr_count"] + count["agpr_count"]
+    return Finding(target, registers, spilled, accesses, split)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -128,7 +153,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "-res-usage", file.name]
+        command = [str(tool), "-res-usage", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     (registers,), (stack,), (local,) = (
         re.findall(rf"\b{name}:(\d+)", text) for name in ("REG", "STACK", "LOCAL")
@@ -199,38 +224,54 @@ def judge(job: Job, found: Finding, aligned: bool) -> list[str]:
         aligned: whether its rows are, to 16 elements: only then are its accesses judged.
     """
     wrong = []
-    if found.threads > THREADS:
-        wrong.append(f"{found.threads} threads")
-    if found.spilled:
-        wrong.append(f"spills {found.spilled}")
-    if not aligned:
-        return wrong
-    if found.split:
+    threads = job.warps * TARGETS[found.target][2]
+    if threads > THREADS:
+        wrong.append(f"{threads} threads")
+    if found.spilled > _allowed(job, found.target):
+        wrong.append(f"spills {found.spilled} bytes")
+    if aligned and found.split:
         wrong.append(f"{found.split} accesses are split in the assembly")
-    for argument in sorted({a.argument for a in found.accesses}):
-        narrow = [a.bits for a in found.accesses if a.argument == argument and a.bits < 128]
-        if narrow and not any(_excused(job, argument, narrow, e) for e in EXCEPTIONS):
+    for argument, bits in _widths(job, found).items():
+        narrow = [b for b in bits if b < 128]
+        if aligned and narrow:
             wrong.append(f"{len(narrow)} accesses of {argument} are of {min(narrow)} bits")
     return wrong
 
 
-def _excused(job: Job, argument: str, narrow: Sequence[int], given: Exception_) -> bool:
-    return (
-        given.kernel in (job.module, f"{job.module}.{job.kernel}")
-        and argument in given.arguments.split()
-        and min(narrow) >= given.least
-        and len(narrow) <= given.most
-    )
+def _of(kernel: str, job: Job) -> bool:
+    return kernel in (job.module, f"{job.module}.{job.kernel}")
 
 
-def _row(job: Job, cases: Sequence[Case], target: str, found: Finding) -> tuple[str, ...]:
+def _allowed(job: Job, target: str) -> int:
+    given = (s.bytes for s in SPILLS if _of(s.kernel, job) and target in s.targets.split())
+    return max(given, default=0)
+
+
+def _widths(job: Job, found: Finding) -> dict[str, list[int]]:
+    """The bits of all accesses of each argument, less those that are meant to be narrow."""
+    widths: dict[str, list[int]] = {}
+    for access in found.accesses:
+        widths.setdefault(access.argument, []).append(access.bits)
+    for argument, bits in widths.items():
+        narrow = [b for b in bits if b < 128]
+        if any(
+            _of(given.kernel, job)
+            and argument in given.arguments.split()
+            and min(narrow) >= given.least
+            and len(narrow) <= given.most
+            for given in NARROW
+            if narrow
+        ):
+            widths[argument] = [b for b in bits if b >= 128]
+    return widths
+
+
+def _row(job: Job, cases: Sequence[Case], found: Finding) -> tuple[str, ...]:
     widths = ", ".join(str(w) for w in sorted({case.width for case in cases}))
-    # of the arguments that no exception is for: the narrowest
-    excused = {n for e in EXCEPTIONS if e.kernel == job.module for n in e.arguments.split()}
-    bits = [a.bits for a in found.accesses if a.argument not in excused]
+    least = min(itertools.chain.from_iterable(_widths(job, found).values()), default=0)
     return (
-        *(f"{job.module}.{job.kernel}", cases[0].variant, widths, cases[0].dtype, target),
-        *(str(job.warps), str(found.registers), str(found.spilled), str(min(bits, default=0))),
+        *(f"{job.module}.{job.kernel}", cases[0].variant, widths, cases[0].dtype, found.target),
+        *(str(n) for n in (job.warps, found.registers, found.spilled, least)),
     )
 
 
@@ -259,13 +300,13 @@ def main() -> int:
         (job, cases, target)
         for target in targets
         for group in groups
-        for job, cases in jobs(group, TARGETS[target][2]).items()
+        for job, cases in jobs(group).items()
     ]
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         found = list(pool.map(examine, *zip(*((j, t) for j, _, t in work), strict=True)))
     rows, wrong = [], []
-    for (job, cases, target), finding in zip(work, found, strict=True):
-        rows.append(_row(job, cases, target, finding))
+    for (job, cases, _), finding in zip(work, found, strict=True):
+        rows.append(_row(job, cases, finding))
         reasons = judge(job, finding, all(case.width % 16 == 0 for case in cases))
         wrong += [f"failed: {' '.join(rows[-1][:5])}: {reason}" for reason in reasons]
     print(table(HEADS, rows))

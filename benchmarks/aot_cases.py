@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -71,8 +71,8 @@ def specialised(name: str, value: Any, constant: bool) -> Argument:
 
 
 @contextmanager
-def recording(group: str, lanes: int) -> Iterator[list[Job]]:
-    """What a module of ``tpplan.kernels`` launches, on a processor of ``lanes`` lanes a warp."""
+def recording(group: str) -> Iterator[list[Job]]:
+    """What a module of ``tpplan.kernels`` launches."""
     module, jobs = import_module(f"tpplan.kernels.{group}"), list[Job]()
 
     def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -85,22 +85,18 @@ def recording(group: str, lanes: int) -> Iterator[list[Job]]:
 
         return run
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(module, "launch", launch))
-        stack.enter_context(patch.object(module, "fused", lambda *_: True))
-        if hasattr(module, "lanes"):
-            stack.enter_context(patch.object(module, "lanes", lambda device: lanes))
+    with patch.multiple(module, launch=launch, fused=lambda *_: True):
         yield jobs
 
 
-def jobs(group: str, lanes: int) -> dict[Job, list[Case]]:
+def jobs(group: str) -> dict[Job, list[Case]]:
     """All jobs of a module, and what each is for."""
     found: dict[Job, list[Case]] = {}
     # what float16 could change, the width of its loads, it shares with bfloat16: one kernel will do
     dtypes = [torch.bfloat16, torch.float32] + [torch.float16] * (group == "gated")
     for dtype in dtypes:
         for variant, width, call in CASES[group](dtype):
-            with recording(group, lanes) as launched:
+            with recording(group) as launched:
                 call()
             for job in launched:
                 found.setdefault(job, []).append(Case(variant, width, NAMES[dtype]))

@@ -234,12 +234,13 @@ def plan_forward(h: int) -> tuple[Any, int, int]:
     if h > _WHOLE_FORWARD:
         return _forward_chunks, _CHUNK, 8
     block = power(h)
-    return _forward_whole, block, min(max(block // 1024, 1), 32)
+    return _forward_whole, block, min(max(block // 1024, 1), 16)
 
 
 def plan_backward(h: int) -> tuple[Any, int, int]:
     """As ``plan_forward``, for the gradients."""
-    if h > _WHOLE_BACKWARD:
+    # rows that are not aligned need an address for each element, which take half the registers
+    if h > (_WHOLE_BACKWARD if h % 16 == 0 else _WHOLE_BACKWARD // 2):
         return _backward_chunks, _CHUNK, 8
     block = power(h)
     return _backward_whole, block, min(max(block // 512, 1), 16)
