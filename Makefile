@@ -34,7 +34,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 # what the kernels become on GPUs that are not here, of either Triton
-aot: export TRITON_CACHE_DIR := $(CURDIR)/$(VENV)/triton-cache
+aot: export TRITON_CACHE_DIR := $(abspath $(VENV))/triton-cache
 aot: $(READY) $(TRITON)
 	$(BIN)/python -m benchmarks.aot
 	PYTHONPATH=$(TRITON) $(BIN)/python -m benchmarks.aot
