@@ -118,8 +118,8 @@ def _both(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
     return call
 
 
-# of 2048 and less is compiled what is of 768; 4097 is for the loads of rows that are not aligned
-NORM_WIDTHS = (768, 4096, 4097, 8192, 16384, 32768, 65536)
+# 2048 and less are as 768; of rows that are not aligned: the widest of each kernel, and one between
+NORM_WIDTHS = (768, 4095, 4096, 4097, 8192, 16383, 16384, 32767, 32768, 65536)
 
 
 def _norms(dtype: torch.dtype) -> Iterator[tuple[str, int, Call]]:
