@@ -90,9 +90,9 @@ NARROW = (
     Narrow("cross_entropy", "log_sum of_sum of_target of_every", "numbers of a row"),
     Narrow("cross_entropy._statistics_kernel", "x", "the target's logit", most=1),
     Narrow("embedding", "ids places bounds", "numbers of a row"),
-    # a thread has 512 columns divided by its warp's lanes, of which more than one warp has the same
+    # a block's 512 columns, shared out among all threads
     Narrow("gelu", "bias dbs", "once a program, of all its rows", least=32, most=1),
-    # fewer columns a thread than 128 bits are, so that more programs wait for memory
+    # 1024 columns, shared out among the threads that its 8 rows of places need
     Narrow("embedding._add_up_kernel", "dw", "once a row, of all its places", least=32, most=1),
 )
 _ONE = "a number that ptxas stores once, and loads once a row, to save a register"

@@ -47,14 +47,14 @@ def test_the_command_passes(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "benchmarks.aot", "--targets", "sm_90"]
     done = subprocess.run(
-        [*command, "--kernels", "embedding", "--jobs", "1"],
+        [*command, "--kernels", "transition", "--jobs", "1"],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 wrong" in done.stdout
-    assert "embedding._add_up_kernel" in done.stdout
+    assert "transition._move_kernel" in done.stdout
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
