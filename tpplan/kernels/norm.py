@@ -229,17 +229,22 @@ def _backward_chunks(
                 tl.store(dbs + mine + columns, before + grad, mask=inside)
 
 
+def _fits(h: int, most: int) -> bool:
+    # rows that are not aligned need an address for each element, which take half the registers
+    return h <= (most if h % 16 == 0 else most // 2)
+
+
 def plan_forward(h: int) -> tuple[Any, int, int]:
     """The kernel for rows of ``h`` columns, its block, and how many warps run it."""
-    if h > _WHOLE_FORWARD:
+    if not _fits(h, _WHOLE_FORWARD):
         return _forward_chunks, _CHUNK, 8
     block = power(h)
-    return _forward_whole, block, min(max(block // 1024, 1), 32)
+    return _forward_whole, block, min(max(block // 1024, 1), 16)
 
 
 def plan_backward(h: int) -> tuple[Any, int, int]:
     """As ``plan_forward``, for the gradients."""
-    if h > _WHOLE_BACKWARD:
+    if not _fits(h, _WHOLE_BACKWARD):
         return _backward_chunks, _CHUNK, 8
     block = power(h)
     return _backward_whole, block, min(max(block // 512, 1), 16)
