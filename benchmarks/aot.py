@@ -97,12 +97,12 @@ NARROW = (
 )
 _ONE = "a number that ptxas stores once, and loads once a row, to save a register"
 SPILLS = (
-    Spill("norm._backward_whole", "sm_90 sm_100", 16, _ONE),
-    Spill("norm._backward_chunks", "sm_80 sm_100", 8, _ONE),
-    Spill("norm._forward_chunks", "sm_100", 8, _ONE),
+    Spill("norm.backward_whole", "sm_90 sm_100", 16, _ONE),
+    Spill("norm.backward_chunks", "sm_80 sm_100", 8, _ONE),
+    Spill("norm.forward_chunks", "sm_100", 8, _ONE),
     Spill("gelu._backward_rows", "sm_100", 8, _ONE),
     # only triton 3.7, of 64 values a thread
-    Spill("norm._forward_whole", "sm_100", 32, "chunks would read float32 rows of 32768 again"),
+    Spill("norm.forward_whole", "sm_100", 32, "chunks would read float32 rows of 32768 again"),
 )
 
 
@@ -113,7 +113,7 @@ def examine(job: Job, target: str) -> Finding:
     from triton.compiler import ASTSource
 
     backend, architecture, lanes = TARGETS[target]
-    kernel = getattr(import_module(f"tpplan.kernels.{job.module}"), job.kernel)
+    kernel = getattr(import_module(job.room), job.kernel)
     constants, hints = {}, {}
     for place, argument in enumerate(job.arguments):
         if argument.kind == "constexpr":

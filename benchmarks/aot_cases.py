@@ -41,9 +41,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel as it is compiled."""
+    """One kernel as it is compiled: of the ops in ``module``, its body in ``room``."""
 
     module: str
+    room: str
     kernel: str
     arguments: tuple[Argument, ...]
     warps: int
@@ -81,7 +82,7 @@ def recording(group: str) -> Iterator[list[Job]]:
             arguments = tuple(
                 specialised(name, given[name], name in constants) for name in kernel.arg_names
             )
-            jobs.append(Job(group, kernel.fn.__name__, arguments, num_warps))
+            jobs.append(Job(group, kernel.fn.__module__, kernel.fn.__name__, arguments, num_warps))
 
         return run
 

@@ -1,0 +1,233 @@
+"""The Triton bodies of ``norm.py``, and which of them runs for rows of which width.
+
+Short rows are held whole, one program each; long ones are read in chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpplan.kernels.launch import jit, power, tl
+
+# rows longer than these are read in chunks, and again for each pass: they stay in the cache
+WHOLE_FORWARD, WHOLE_BACKWARD, _CHUNK = 32768, 8192, 4096
+
+
+@jit
+def forward_whole(
+    x, residual, weight, bias, y, total, means, rstds, x_row, r_row, h, eps,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADDS: tl.constexpr,
+    SCALES: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < h
+    values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        values += tl.load(residual + row * r_row + columns, mask=inside, other=0.0).to(tl.float32)
+        values = values.to(total.dtype.element_ty).to(tl.float32)
+        tl.store(total + row * h + columns, values, mask=inside)
+    centred = values
+    if CENTRED:
+        mean = tl.sum(values, 0) / h
+        centred = tl.where(inside, values - mean, 0.0)
+        rest = tl.sum(centred, 0) / h
+        centred = tl.where(inside, centred - rest, 0.0)
+        tl.store(means + 2 * row, mean)
+        tl.store(means + 2 * row + 1, rest)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / h + eps)
+    tl.store(rstds + row, rstd)
+    unit = centred * rstd
+    if EARLY:
+        unit = unit.to(x.dtype.element_ty).to(tl.float32)
+    if SCALES:
+        unit *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    if SHIFTS:
+        unit += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * h + columns, unit, mask=inside)
+
+
+@jit
+def forward_chunks(
+    x, residual, weight, bias, y, total, means, rstds, x_row, r_row, h, eps,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADDS: tl.constexpr,
+    SCALES: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    mean = 0.0
+    rest = 0.0
+    if CENTRED or ADDS:
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, h, BLOCK):
+            columns = start + lanes
+            inside = columns < h
+            values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+            if ADDS:
+                more = tl.load(residual + row * r_row + columns, mask=inside, other=0.0)
+                values += more.to(tl.float32)
+                values = values.to(total.dtype.element_ty).to(tl.float32)
+                tl.store(total + row * h + columns, values, mask=inside)
+            sums += values
+        if CENTRED:
+            mean = tl.sum(sums, 0) / h
+    squares = tl.zeros((BLOCK,), tl.float32)
+    left = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, h, BLOCK):
+        columns = start + lanes
+        inside = columns < h
+        if ADDS:
+            values = tl.load(total + row * h + columns, mask=inside, other=0.0).to(tl.float32)
+        else:
+            values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+        centred = tl.where(inside, values - mean, 0.0)
+        squares += centred * centred
+        left += centred
+    variance = tl.sum(squares, 0) / h
+    if CENTRED:
+        rest = tl.sum(left, 0) / h
+        variance -= rest * rest
+        tl.store(means + 2 * row, mean)
+        tl.store(means + 2 * row + 1, rest)
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    tl.store(rstds + row, rstd)
+    for start in range(0, h, BLOCK):
+        columns = start + lanes
+        inside = columns < h
+        if ADDS:
+            values = tl.load(total + row * h + columns, mask=inside, other=0.0).to(tl.float32)
+        else:
+            values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+        unit = (values - mean - rest) * rstd
+        if EARLY:
+            unit = unit.to(x.dtype.element_ty).to(tl.float32)
+        if SCALES:
+            unit *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + OFFSET
+        if SHIFTS:
+            unit += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y + row * h + columns, unit, mask=inside)
+
+
+@jit
+def backward_whole(
+    dy, x, weight, means, rstds, dtotal, dx, dws, dbs, dy_row, x_row, d_row, rows, h,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADDS: tl.constexpr,
+    SCALES: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < h
+    scale = tl.full((BLOCK,), 1.0, tl.float32)
+    if SCALES:
+        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + OFFSET
+    dw = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
+    for step in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
+        row = program + step * tl.num_programs(0)
+        grad = tl.load(dy + row * dy_row + columns, mask=inside, other=0.0).to(tl.float32)
+        unit = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstds + row)
+        if CENTRED:
+            unit = unit - tl.load(means + 2 * row) - tl.load(means + 2 * row + 1)
+        unit = tl.where(inside, unit * rstd, 0.0)
+        scaled = grad * scale
+        result = scaled - unit * (tl.sum(scaled * unit, 0) / h)
+        if CENTRED:
+            result -= tl.sum(scaled, 0) / h
+        result *= rstd
+        if ADDS:
+            more = tl.load(dtotal + row * d_row + columns, mask=inside, other=0.0)
+            result += more.to(tl.float32)
+        tl.store(dx + row * h + columns, result, mask=inside)
+        if DW:
+            if EARLY:
+                unit = unit.to(x.dtype.element_ty).to(tl.float32)
+            dw += grad * unit
+        if DB:
+            db += grad
+    place = program * h + columns
+    if DW:
+        tl.store(dws + place, dw, mask=inside)
+    if DB:
+        tl.store(dbs + place, db, mask=inside)
+
+
+@jit
+def backward_chunks(
+    dy, x, weight, means, rstds, dtotal, dx, dws, dbs, dy_row, x_row, d_row, rows, h,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADDS: tl.constexpr,
+    SCALES: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    mine = program * h
+    for step in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
+        row = program + step * tl.num_programs(0)
+        rstd = tl.load(rstds + row)
+        mean = 0.0
+        rest = 0.0
+        if CENTRED:
+            mean = tl.load(means + 2 * row)
+            rest = tl.load(means + 2 * row + 1)
+        products = tl.zeros((BLOCK,), tl.float32)
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, h, BLOCK):
+            columns = start + lanes
+            inside = columns < h
+            scaled = tl.load(dy + row * dy_row + columns, mask=inside, other=0.0).to(tl.float32)
+            unit = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+            if SCALES:
+                scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+                scaled *= scale + OFFSET
+            products += scaled * (unit - mean - rest)
+            sums += scaled
+        product = tl.sum(products, 0) * rstd / h
+        shift = tl.sum(sums, 0) / h
+        for start in range(0, h, BLOCK):
+            columns = start + lanes
+            inside = columns < h
+            grad = tl.load(dy + row * dy_row + columns, mask=inside, other=0.0).to(tl.float32)
+            unit = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+            unit = (unit - mean - rest) * rstd
+            scaled = grad
+            if SCALES:
+                scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+                scaled = grad * (scale + OFFSET)
+            result = scaled - unit * product
+            if CENTRED:
+                result -= shift
+            result *= rstd
+            if ADDS:
+                more = tl.load(dtotal + row * d_row + columns, mask=inside, other=0.0)
+                result += more.to(tl.float32)
+            tl.store(dx + row * h + columns, result, mask=inside)
+            # the sums over rows do not fit the registers: each program has its own in the cache
+            if DW:
+                if EARLY:
+                    unit = unit.to(x.dtype.element_ty).to(tl.float32)
+                before = tl.load(dws + mine + columns, mask=inside, other=0.0)
+                tl.store(dws + mine + columns, before + grad * unit, mask=inside)
+            if DB:
+                before = tl.load(dbs + mine + columns, mask=inside, other=0.0)
+                tl.store(dbs + mine + columns, before + grad, mask=inside)
+
+
+def _fits(h: int, most: int) -> bool:
+    # rows that are not aligned need an address for each element, which take half the registers
+    return h <= (most if h % 16 == 0 else most // 2)
+
+
+def plan_forward(h: int) -> tuple[Any, int, int]:
+    """The kernel for rows of ``h`` columns, its block, and how many warps run it."""
+    if not _fits(h, WHOLE_FORWARD):
+        return forward_chunks, _CHUNK, 8
+    block = power(h)
+    return forward_whole, block, min(max(block // 1024, 1), 16)
+
+
+def plan_backward(h: int) -> tuple[Any, int, int]:
+    """As ``plan_forward``, for the gradients."""
+    if not _fits(h, WHOLE_BACKWARD):
+        return backward_chunks, _CHUNK, 8
+    block = power(h)
+    return backward_whole, block, min(max(block // 512, 1), 16)
