@@ -31,10 +31,10 @@ COMBINATION = re.compile(r"(?<=[\[-])(tp|tp\+sp|\d ranks)(?=[]-])")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tp 2 and 4 in both modes, a test that has all four takes two: both sizes, both modes.
+    """Of tp 2 and 4 in both modes, a test that has all four takes one.
 
     Such tests take most of the suite's time, and what they prove in one combination rarely fails
-    in another. Which two goes by the test's name; ``make thorough`` runs all four.
+    in another. Which one goes by the test's name; ``make thorough`` runs all four.
     """
     if THOROUGH:
         return
@@ -49,5 +49,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _other(item: pytest.Item) -> bool:
     params = item.callspec.params  # type: ignore[attr-defined]
-    turn = zlib.crc32(COMBINATION.sub("", item.name).encode()) % 2 == 0
-    return ((params["tp"] == 4) == params["sp"]) != turn
+    turn = zlib.crc32(COMBINATION.sub("", item.name).encode()) % 4
+    return 2 * (params["tp"] == 4) + params["sp"] != turn
