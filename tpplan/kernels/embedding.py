@@ -72,16 +72,25 @@ def _local(padding_idx: int | None, start: int, v: int) -> int:
 
 
 def reference(
-    ids: torch.Tensor, weight: torch.Tensor, start: int, padding_idx: int | None
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    start: int,
+    padding_idx: int | None,
+    known: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What the kernel computes, by PyTorch's own ops; see ``look_up``."""
+    """What the kernel computes, by PyTorch's own ops; see ``look_up``.
+
+    Args:
+        known: which ids are on some rank, for the others to raise as in PyTorch's own look-up.
+    """
     v = weight.shape[0]
     if v == 0:
         return weight.sum(0).expand(*ids.shape, -1).clone()
     row = ids - start
     elsewhere = (row < 0) | (row >= v)
     padding = _local(padding_idx, start, v)
-    found = F.embedding(row.masked_fill(elsewhere, 0), weight, None if padding < 0 else padding)
+    others = elsewhere if known is None else elsewhere & known
+    found = F.embedding(row.masked_fill(others, 0), weight, None if padding < 0 else padding)
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 

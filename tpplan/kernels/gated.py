@@ -29,7 +29,7 @@ from tpplan.kernels.launch import (
 
 Kind = Literal["silu", "gelu", "gelu_tanh"]
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[Kind, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
@@ -95,7 +95,7 @@ def plan_backward(h: int) -> tuple[Any, int, int, int]:
 
 def reference(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     """What the kernel computes, by PyTorch's own ops."""
-    return _ACTIVATIONS[kind](gate) * up
+    return ACTIVATIONS[kind](gate) * up  # type: ignore[index]
 
 
 def _halves(x: torch.Tensor, gate_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +129,7 @@ def _gradients(
     if not fused(dy, gate, up):
         top, factor = wide(gate), wide(up)
         dgate.copy_(_SLOPES[kind](dy.to(top.dtype) * factor, top))
-        dup.copy_(dy * _ACTIVATIONS[kind](gate))
+        dup.copy_(dy * ACTIVATIONS[kind](gate))  # type: ignore[index]
         return
     grad, g, u, h = rows_of(dy), rows_of(gate), rows_of(up), gate.shape[-1]
     dg, du = dgate.view(-1, h), dup.view(-1, h)
@@ -246,6 +246,6 @@ def gated_packed(x: torch.Tensor, *, kind: Kind, gate_first: bool = True) -> tor
 
 
 def _known(kind: str) -> str:
-    if kind not in _ACTIVATIONS:
-        raise ValueError(f"no activation {kind!r}: it is one of {', '.join(_ACTIVATIONS)}")
+    if kind not in ACTIVATIONS:
+        raise ValueError(f"no activation {kind!r}: it is one of {', '.join(ACTIVATIONS)}")
     return kind

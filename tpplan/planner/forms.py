@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+from tpplan.kernels.gated import Kind
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class GatedForm:
     gate: str
     up: str | None
     down: str
-    activation: Activation
+    activation: Kind
     gate_first: bool = True
 
 

@@ -10,21 +10,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from tpplan.planner.forms import Activation, Form, GatedForm, GeluForm, UnbiasedForm
+from tpplan.kernels.gated import ACTIVATIONS
+from tpplan.planner.forms import Form, GatedForm, GeluForm, UnbiasedForm
 from tpplan.planner.trace import Trace
 
-ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 _WIDTH = 16
 
 Findings = dict[str, tuple[str, Form | None, str | None]]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpplan.comm import chunk, join, reduce_out, scatter_out
-from tpplan.kernels.embedding import look_up
+from tpplan.kernels.embedding import look_up, reference
 from tpplan.rewrite.logits import Origin
 from tpplan.rewrite.lowered import Lowered
 from tpplan.rewrite.streams import require_sequence
@@ -46,14 +46,7 @@ class VocabEmbedding(Lowered, nn.Embedding):
         if "embedding" in stream.fused:
             torch._assert_async(known.all())
             return look_up(ids, weight, first, self.padding_idx)
-        rows = weight.size(0)
-        local = ids - first
-        elsewhere = (local < 0) | (local >= rows)
-        local = local.masked_fill(elsewhere & known, 0)
-        padding = None if self.padding_idx is None else self.padding_idx - first
-        if padding is not None and not 0 <= padding < rows:
-            padding = None
-        return F.embedding(local, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return reference(ids, weight, first, self.padding_idx, known)
 
 
 class VocabHead(Lowered):
