@@ -46,6 +46,17 @@ def test_values_and_gradients(h: int, dtype: torch.dtype, centred: bool) -> None
     assert not beyond(found, TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize(("rows", "h"), [(70, 512), (70, 4224), (70, 4099)])
+def test_many_rows(rows: int, h: int) -> None:
+    """More of them than programs that run side by side, or than one of them goes down."""
+    inputs = [random(rows, h, dtype=torch.float32, seed=h, mean=300.0)]
+    inputs += [random(h, dtype=torch.float32, seed=n) for n in (1, 2)]
+    found = errors(
+        lambda *t: norm(*t, eps=EPS, centred=True), lambda *t: formula(*t, centred=True), inputs
+    )
+    assert not beyond(found, 1e-6)
+
+
 @pytest.mark.parametrize("h", [64, 40000])
 @pytest.mark.parametrize(
     "how",

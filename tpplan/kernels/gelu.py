@@ -136,7 +136,8 @@ def plan_forward(h: int) -> tuple[Any, int, int, int]:
 
 def plan_backward(h: int) -> tuple[Any, int, int, int]:
     """As ``plan_forward``, for the gradients; a program goes down the rows block by block."""
-    return _backward_rows, *tile(h, 2048), 4
+    # rows that are not aligned need an address for each element, and registers for them
+    return _backward_rows, *tile(h, 2048), 4 if h % 16 == 0 else 8
 
 
 def reference(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:

@@ -14,8 +14,18 @@ from typing import Any
 
 import torch
 
-from tpplan.kernels.launch import differentiably, fused, launch, processors, rows_of, vector
-from tpplan.kernels.norm_bodies import WHOLE_BACKWARD, plan_backward, plan_forward
+from tpplan.kernels.launch import blocks, differentiably, fused, launch, processors, rows_of, vector
+from tpplan.kernels.norm_bodies import (
+    backward_columns,
+    backward_sums,
+    backward_whole,
+    plan_backward,
+    plan_columns,
+    plan_forward,
+    plan_sums,
+)
+
+_ROWS = 32  # that a program goes down at least, where each has its own sums to write
 
 
 def _centred(x: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
@@ -81,7 +91,7 @@ def _norm(
     total = x.new_empty(0 if residual is None else x.shape)
     means = x.new_empty(2 * rows if centred else 0, dtype=torch.float32)
     rstds = x.new_empty(rows, dtype=torch.float32)
-    kernel, block, warps = plan_forward(h)
+    kernel, block, warps = plan_forward(h, x.element_size())
     launch(kernel, (rows,))(
         matrix, more, vector(weight), vector(bias), y, total, means, rstds, matrix.stride(0),
         more.stride(0), h, eps, OFFSET=offset, CENTRED=centred, EARLY=early,
@@ -132,21 +142,42 @@ def _norm_backward(
         )
     grad, matrix = rows_of(dy), rows_of(x)
     more = grad if dtotal is None else rows_of(dtotal)
-    rows = matrix.shape[0]
-    kernel, block, warps = plan_backward(h)
-    programs = min(rows, processors(x.device) * max(1, min(8, WHOLE_BACKWARD // block)))
-    partial = torch.empty if block >= h else torch.zeros
-    dws, dbs = (
-        partial((programs if wanted else 0, h), dtype=torch.float32, device=x.device)
-        for wanted in (scales, shifts)
-    )
-    dx = x.new_empty(x.shape)
-    launch(kernel, (programs,))(
-        grad, matrix, vector(weight), means, rstds, more, dx, dws, dbs, grad.stride(0),
-        matrix.stride(0), more.stride(0), rows, h, OFFSET=offset, CENTRED=centred, EARLY=early,
-        ADDS=dtotal is not None, SCALES=weight is not None, DW=scales, DB=shifts, BLOCK=block,
-        num_warps=warps,
-    )  # fmt: skip
+    strides, rows = (grad.stride(0), matrix.stride(0), more.stride(0)), matrix.shape[0]
+    scale, dx = vector(weight), x.new_empty(x.shape)
+    plan = plan_backward(h, x.element_size())
+    choices: dict[str, Any] = {
+        "OFFSET": offset, "CENTRED": centred, "EARLY": early, "ADDS": dtotal is not None,
+        "SCALES": weight is not None, "DW": scales, "DB": shifts,
+    }  # fmt: skip
+
+    def partial(n: int) -> list[torch.Tensor]:
+        wanted = (n if scales else 0, n if shifts else 0)
+        return [torch.empty((k, h), dtype=torch.float32, device=x.device) for k in wanted]
+
+    if plan is not None:
+        block, warps = plan
+        programs = min(rows, processors(x.device) * max(1, min(8, 8192 // block)))
+        dws, dbs = partial(programs)
+        launch(backward_whole, (programs,))(
+            grad, matrix, scale, means, rstds, more, dx, dws, dbs, *strides, rows, h,
+            **choices, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    else:
+        sums = torch.empty(2 * rows, dtype=torch.float32, device=x.device)
+        block, warps = plan_sums()
+        launch(backward_sums, (rows,))(
+            grad, matrix, scale, means, rstds, sums, *strides[:2], h, OFFSET=offset,
+            CENTRED=centred, SCALES=weight is not None, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        high, columns, warps = plan_columns(h)
+        across = blocks(h, columns)
+        # several programs wait for each processor, so that none is idle towards the end
+        groups = min(blocks(rows, max(high, _ROWS)), blocks(16 * processors(x.device), across))
+        dws, dbs = partial(groups)
+        launch(backward_columns, (groups * across,))(
+            grad, matrix, scale, means, rstds, sums, more, dx, dws, dbs, *strides, rows, h,
+            **choices, ROWS=high, COLUMNS=columns, num_warps=warps,
+        )  # fmt: skip
     return dx, dws.sum(0) if scales else dws[0:0, 0], dbs.sum(0) if shifts else dbs[0:0, 0]
 
 

@@ -1,16 +1,21 @@
 """The Triton bodies of ``norm.py``, and which of them runs for rows of which width.
 
-Short rows are held whole, one program each; long ones are read in chunks.
+Short rows are held whole, one program each; long ones are read in chunks. Backward, sums over the
+rows of long ones (for weight and bias) do not fit the registers beside the rows, and would be read
+and written for each row from the cache: so one kernel finds the two sums of each row, and another
+goes down the rows, some columns to a program.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tpplan.kernels.launch import jit, power, tl
+from tpplan.kernels.launch import jit, power, tile, tl
 
-# rows longer than these are read in chunks, and again for each pass: they stay in the cache
-WHOLE_FORWARD, WHOLE_BACKWARD, _CHUNK = 32768, 8192, 4096
+# bytes of the longest rows that are held whole; longer ones are read in chunks, and again for
+# each pass
+_WHOLE_FORWARD, _WHOLE_BACKWARD = 65536, 16384
+_CHUNK = 2048
 
 
 @jit
@@ -153,81 +158,110 @@ def backward_whole(
 
 
 @jit
-def backward_chunks(
-    dy, x, weight, means, rstds, dtotal, dx, dws, dbs, dy_row, x_row, d_row, rows, h,
-    OFFSET: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADDS: tl.constexpr,
-    SCALES: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr,
+def backward_sums(
+    dy, x, weight, means, rstds, sums, dy_row, x_row, h,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
+    # mean(g) and mean(g * u) of each row
+    row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    mine = program * h
-    for step in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
-        row = program + step * tl.num_programs(0)
-        rstd = tl.load(rstds + row)
-        mean = 0.0
-        rest = 0.0
+    mean = 0.0
+    rest = 0.0
+    if CENTRED:
+        mean = tl.load(means + 2 * row)
+        rest = tl.load(means + 2 * row + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, h, BLOCK):
+        columns = start + lanes
+        inside = columns < h
+        scaled = tl.load(dy + row * dy_row + columns, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+        if SCALES:
+            scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+            scaled *= scale + OFFSET
+        products += scaled * (values - mean - rest)
+        total += scaled
+    tl.store(sums + 2 * row, tl.sum(total, 0) / h)
+    tl.store(sums + 2 * row + 1, tl.sum(products, 0) * tl.load(rstds + row) / h)
+
+
+@jit
+def backward_columns(
+    dy, x, weight, means, rstds, sums, dtotal, dx, dws, dbs, dy_row, x_row, d_row, rows, h,
+    OFFSET: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADDS: tl.constexpr,
+    SCALES: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(h, COLUMNS)
+    group = tl.program_id(0) // across
+    stride = tl.num_programs(0) // across * ROWS
+    lanes = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = lanes[None, :]
+    if SCALES:
+        scale = tl.load(weight + columns, mask=columns < h, other=0.0).to(tl.float32) + OFFSET
+    # summed over its rows once, at the end: they are in several warps
+    dw = tl.zeros((ROWS, COLUMNS), tl.float32)
+    db = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(tl.cdiv(rows - group * ROWS, stride)):
+        row = (group * ROWS + step * stride).to(tl.int64) + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (columns < h)
+        grad = tl.load(dy + row * dy_row + columns, mask=inside, other=0.0).to(tl.float32)
+        unit = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstds + row, mask=row < rows, other=0.0)
         if CENTRED:
-            mean = tl.load(means + 2 * row)
-            rest = tl.load(means + 2 * row + 1)
-        products = tl.zeros((BLOCK,), tl.float32)
-        sums = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, h, BLOCK):
-            columns = start + lanes
-            inside = columns < h
-            scaled = tl.load(dy + row * dy_row + columns, mask=inside, other=0.0).to(tl.float32)
-            unit = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
-            if SCALES:
-                scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-                scaled *= scale + OFFSET
-            products += scaled * (unit - mean - rest)
-            sums += scaled
-        product = tl.sum(products, 0) * rstd / h
-        shift = tl.sum(sums, 0) / h
-        for start in range(0, h, BLOCK):
-            columns = start + lanes
-            inside = columns < h
-            grad = tl.load(dy + row * dy_row + columns, mask=inside, other=0.0).to(tl.float32)
-            unit = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
-            unit = (unit - mean - rest) * rstd
-            scaled = grad
-            if SCALES:
-                scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-                scaled = grad * (scale + OFFSET)
-            result = scaled - unit * product
-            if CENTRED:
-                result -= shift
-            result *= rstd
-            if ADDS:
-                more = tl.load(dtotal + row * d_row + columns, mask=inside, other=0.0)
-                result += more.to(tl.float32)
-            tl.store(dx + row * h + columns, result, mask=inside)
-            # the sums over rows do not fit the registers: each program has its own in the cache
-            if DW:
-                if EARLY:
-                    unit = unit.to(x.dtype.element_ty).to(tl.float32)
-                before = tl.load(dws + mine + columns, mask=inside, other=0.0)
-                tl.store(dws + mine + columns, before + grad * unit, mask=inside)
-            if DB:
-                before = tl.load(dbs + mine + columns, mask=inside, other=0.0)
-                tl.store(dbs + mine + columns, before + grad, mask=inside)
+            unit -= tl.load(means + 2 * row, mask=row < rows, other=0.0)
+            unit -= tl.load(means + 2 * row + 1, mask=row < rows, other=0.0)
+        unit *= rstd
+        result = grad
+        if SCALES:
+            result = grad * scale
+        result -= unit * tl.load(sums + 2 * row + 1, mask=row < rows, other=0.0)
+        if CENTRED:
+            result -= tl.load(sums + 2 * row, mask=row < rows, other=0.0)
+        result *= rstd
+        if ADDS:
+            result += tl.load(dtotal + row * d_row + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + row * h + columns, result, mask=inside)
+        if DW:
+            if EARLY:
+                unit = unit.to(x.dtype.element_ty).to(tl.float32)
+            dw += grad * unit
+        if DB:
+            db += grad
+    place = group.to(tl.int64) * h + lanes
+    if DW:
+        tl.store(dws + place, tl.sum(dw, 0), mask=lanes < h)
+    if DB:
+        tl.store(dbs + place, tl.sum(db, 0), mask=lanes < h)
 
 
-def _fits(h: int, most: int) -> bool:
+def _fits(h: int, itemsize: int, most: int) -> bool:
     # rows that are not aligned need an address for each element, which take half the registers
-    return h <= (most if h % 16 == 0 else most // 2)
+    return h * itemsize <= (most if h % 16 == 0 else most // 2)
 
 
-def plan_forward(h: int) -> tuple[Any, int, int]:
+def plan_forward(h: int, itemsize: int) -> tuple[Any, int, int]:
     """The kernel for rows of ``h`` columns, its block, and how many warps run it."""
-    if not _fits(h, WHOLE_FORWARD):
-        return forward_chunks, _CHUNK, 8
+    if not _fits(h, itemsize, _WHOLE_FORWARD):
+        return forward_chunks, _CHUNK, 4
     block = power(h)
     return forward_whole, block, min(max(block // 1024, 1), 16)
 
 
-def plan_backward(h: int) -> tuple[Any, int, int]:
-    """As ``plan_forward``, for the gradients."""
-    if not _fits(h, WHOLE_BACKWARD):
-        return backward_chunks, _CHUNK, 8
+def plan_backward(h: int, itemsize: int) -> tuple[int, int] | None:
+    """Block and warps of ``backward_whole``; None for rows that are too long for it."""
+    if not _fits(h, itemsize, _WHOLE_BACKWARD):
+        return None
     block = power(h)
-    return backward_whole, block, min(max(block // 512, 1), 16)
+    return block, min(max(block // 512, 1), 16)
+
+
+def plan_sums() -> tuple[int, int]:
+    """Block and warps of ``backward_sums``."""
+    return _CHUNK, 4
+
+
+def plan_columns(h: int) -> tuple[int, int, int]:
+    """Rows and columns of a block of ``backward_columns``, and its warps."""
+    return *tile(h, 2048), 4
