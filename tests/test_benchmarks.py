@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kernels, peers, rank_local
+from benchmarks import kernels, peers, rank_local, rounding
 
 
 def test_every_kernel_has_its_rows(
@@ -72,3 +72,15 @@ def test_a_step_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(one["wall_ms"] > 0 for one in result["figures"].values())
     assert set(result["errors"]) == set(rank_local.MODES)
     assert all(error <= rank_local.TOLERANCE for error in result["errors"].values())
+
+
+def test_rounding_is_that_of_the_unsharded_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tmp_path / "found.json"
+    command = ["rounding", "llama", "--seeds", "1", "--check", "--json", str(found)]
+    monkeypatch.setattr("sys.argv", command)
+    assert rounding.main() == 0
+    (errors,) = json.loads(found.read_text())["models"].values()
+    assert 0 < errors["reordered"][0] <= 1e-5
+    assert 0 < errors["sharded"][0] <= 1e-5

@@ -32,14 +32,15 @@ ABOVE_THE_FLOOR = {
     "moshi.yaml": "the last hidden states are part of the answer",
 }
 
-# a scalar's gradient sums over all activations and cancels: 3e-5 in float32, 3e-14 in float64; 4e-5
-# with the fused norms, whose numbers differ in the last digit, so it is proved without them
-ROUNDED = {"apertus"}
+# a scalar's gradient sums over all activations and cancels: in float32 even the unsharded model is
+# above 1e-5 when its sums are in another order (benchmarks/rounding.py), so the two errors may be
+# those in float64; with weights of these seeds nothing cancels
+ROUNDED = {"apertus": 10}
 
 
 def interpreted(name: str) -> bool:
     """Whether fused kernels are proved on a model, too: the interpreter is slow."""
-    return name not in ROUNDED and (EVERYTHING or zlib.crc32(name.encode()) % 5 == 0)
+    return EVERYTHING or zlib.crc32(name.encode()) % 5 == 0
 
 
 @pytest.mark.parametrize(("name", "tp", "sp"), in_turn(listed()))
@@ -59,6 +60,15 @@ def test_proved(name: str, tp: int, sp: bool) -> None:
         least = {kind: n for kind, n in floor.items() if n}
         if not {plan.name, name} & ABOVE_THE_FLOOR.keys():
             assert measured == least, phase
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_float32_where_nothing_cancels(name: str) -> None:
+    model = zoo.tiny(name, ROUNDED[name])
+    for tp, kernels in ((2, "triton"), (4, "torch")):
+        result = tpplan.verify(model, "auto", tp, kernels=kernels, inputs=zoo.example(model))
+        assert result.gradient_error <= 1e-5
+        assert not any(check.rounding for check in result.checks)
 
 
 def test_every_plan_is_proved() -> None:

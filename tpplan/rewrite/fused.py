@@ -54,17 +54,20 @@ class FusedNorm(Fused):
     """LayerNorm or RMSNorm of local rows by the kernel that was proved to equal the module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own, which runs where it is given more, and under autocast.
+        """As the module's own, which runs where it is given more, in float64, and under autocast.
 
-        PyTorch's autocast wants norms in float32.
+        The module may compute in float32 whatever it is given; PyTorch's autocast wants it to.
         """
-        if len(args) != 1 or kwargs or torch.is_autocast_enabled(args[0].device.type):
+        if len(args) != 1 or kwargs:
             return super().forward(*args, **kwargs)
+        x: torch.Tensor = args[0]
+        if x.dtype == torch.float64 or torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
         form: NormForm = self._form
         own = _own(self)
         weight, bias = (None if name is None else own[name] for name in form.names)
         return norm(
-            args[0],
+            x,
             weight,
             bias,
             eps=form.eps,
