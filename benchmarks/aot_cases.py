@@ -192,7 +192,11 @@ def _moves(dtype: torch.dtype) -> Iterator[tuple[str, int, Call]]:
     for h in (768, 8192, 4097):
         whole = torch.empty(2, ROWS, h, dtype=dtype)
         packed = torch.empty(2, 2, ROWS // 2, h, dtype=dtype)
+        bias = torch.empty(h, dtype=dtype)
         yield "pack", h, lambda x=whole: transition.pack(x, 1, 2)  # type: ignore[misc]
+        yield "pack + bias", h, lambda x=whole, b=bias: transition.pack(x, 1, 2, bias=b)  # type: ignore[misc]
+        if dtype != torch.float32:
+            yield "pack + cast", h, lambda x=whole: transition.pack(x, 1, 2, dtype=torch.float32)  # type: ignore[misc]
         yield "unpack", h, lambda x=packed: transition.unpack(x, 1, ROWS)  # type: ignore[misc]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels import DEVICE, DTYPES, beyond, errors, random
+from tests.kernels import DEVICE, DTYPES, TOLERANCES, beyond, error, errors, random
 from tpplan.kernels.transition import pack, unpack
 
 # ranks, batch, length, width: even, the last chunk short, ranks with nothing, one of everything
@@ -41,6 +41,34 @@ def test_values_and_gradients(
     found = errors(lambda x: unpack(x, 1, length), lambda x: unpacked(x, 1, length), [gathered])
     assert not beyond(found, 0)
     assert torch.equal(unpack(pack(whole, 1, ranks), 1, length), whole)
+
+
+@SIZES
+@DTYPES
+def test_with_a_bias(ranks: int, batch: int, length: int, width: int, dtype: torch.dtype) -> None:
+    """All ranks' shares make one bias, whatever the dtypes are."""
+    inputs = [random(batch, length, width, dtype=dtype, seed=1, mean=3.0)]
+    inputs.append(random(width, dtype=torch.float32, seed=2))
+
+    def expected(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        missing = -length % ranks
+        return packed(F.pad(x, (0, 0, 0, missing)) + b / ranks, 1, ranks)
+
+    found = errors(lambda x, b: pack(x, 1, ranks, bias=b), expected, inputs)
+    assert not beyond(found, TOLERANCES[dtype])
+    alone = pack(inputs[0], 1, 1, bias=inputs[1])[0]
+    assert error(alone, inputs[0].double() + inputs[1].double()) <= TOLERANCES[dtype]
+
+
+@DTYPES
+def test_with_a_cast(dtype: torch.dtype) -> None:
+    for batch, length in ((1, 8), (3, 7)):
+        whole = random(batch, length, 5, dtype=dtype, seed=1)
+        chunks = pack(whole, 1, 2, dtype=torch.float32)
+        assert chunks.dtype == torch.float32
+        assert torch.equal(chunks, packed(whole.float(), 1, 2))
+        (grad,) = torch.autograd.grad(chunks.sum(), whole)
+        assert grad.dtype == dtype
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -94,7 +122,9 @@ def test_gradients_of_gradients() -> None:
 def test_pytorch_knows_the_ops() -> None:
     whole = random(2, 5, 4, dtype=torch.float32, seed=1)
     gathered = random(3, 2, 2, 4, dtype=torch.float32, seed=1)
-    torch.library.opcheck(torch.ops.tpplan.pack.default, (whole, 3, 2))
+    bias = random(4, dtype=torch.float32, seed=2)
+    for shift, dtype in ((None, torch.float32), (bias, torch.float32), (bias, torch.bfloat16)):
+        torch.library.opcheck(torch.ops.tpplan.pack.default, (whole, shift, 3, 2, dtype))
     torch.library.opcheck(torch.ops.tpplan.unpack.default, (gathered, 5))
 
 

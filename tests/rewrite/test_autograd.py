@@ -26,6 +26,7 @@ from tests.rewrite.calls import (
     labelled,
     logits_of,
 )
+from tpplan.report.recorder import Recorder
 
 
 def checkpointing_job(mesh: DeviceMesh, sp: bool) -> Errors:
@@ -237,6 +238,16 @@ def autocast_job(mesh: DeviceMesh, sp: bool) -> Errors:
         found.add(f"{path}: {got} for {expected}", same(got == expected))
     # bfloat16 keeps 8 bits: rounding alone makes two orders of summation differ by this much
     found.add("logits", same(error(*logits) < 2e-2))
+    grads = [{n: full(p.grad) for n, p in m.named_parameters()} for m in (whole, model)]
+    for name, grad in grads[0].items():
+        found.add(f"gradient of {name}", same(error(grads[1][name], grad) < 2**-4))
+    with Recorder() as recorder, torch.autocast("cpu", dtype=torch.bfloat16):
+        model(input_ids=ids).logits.sum().backward()
+    # a float32 stream is sent as what its products read, its gradients are summed as they are
+    sent = {(c.kind, c.dtype) for c in recorder.collectives if c.module.startswith("model.layers")}
+    expected_kinds = {("reduce_scatter", "bfloat16"), ("all_gather", "bfloat16")}
+    expected_kinds |= {("reduce_scatter", "float32")}
+    found.add(f"sent {sent}", same(not sp or sent == expected_kinds))
     return found.errors
 
 

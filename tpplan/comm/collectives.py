@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.compat import below_autograd
-from tpplan.kernels.transition import pack, unpack
+from tpplan.kernels.transition import is_view, pack, unpack
 
 _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
@@ -118,23 +118,40 @@ def all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site)
     return whole if rows == length else whole.narrow(dim, 0, length)  # type: ignore[no-any-return]
 
 
-def reduce_scatter(x: torch.Tensor, dim: int, group: Group, site: Site) -> torch.Tensor:
-    """This rank's padded chunk of the sum over the ranks of a whole tensor."""
+def reduce_scatter(
+    x: torch.Tensor,
+    dim: int,
+    group: Group,
+    site: Site,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """This rank's padded chunk of the sum over the ranks of a whole tensor.
+
+    Args:
+        bias: of the last dimension, added to the sum.
+        dtype: that is summed and returned, if not that of ``x``.
+    """
     if _observed.observer is not None:
         _observed.observer(site)
     shape = list(x.shape)
     rows = chunk(shape[dim], group.size)
     if group.fuse:
-        x = pack(x, dim, group.size).flatten(0, 1)
-    elif shape[:dim].count(1) == dim:
-        x = pad(x, dim, rows * group.size).reshape(rows * group.size, *shape[dim + 1 :])
+        early = None if is_view(shape, dim, group.size) else bias
+        bias = bias if early is None else None
+        x = pack(x, dim, group.size, bias=early, dtype=dtype).flatten(0, 1)
     else:
-        x = pad(x, dim, rows * group.size)
-        split = [*shape[:dim], group.size, rows, *shape[dim + 1 :]]
-        x = x.reshape(split).movedim(dim, 0).contiguous().flatten(0, 1)
+        x = pad(x if dtype is None else x.to(dtype), dim, rows * group.size)
+        if shape[:dim].count(1) == dim:
+            x = x.reshape(rows * group.size, *shape[dim + 1 :])
+        else:
+            split = [*shape[:dim], group.size, rows, *shape[dim + 1 :]]
+            x = x.reshape(split).movedim(dim, 0).contiguous().flatten(0, 1)
     shape[dim] = rows
     x = x.contiguous()
     with below_autograd():
         part = _wait(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name))
     # not a view for autograd: the model may change the result in place
-    return torch.ops.aten._unsafe_view(part, shape)  # type: ignore[no-any-return]
+    part = torch.ops.aten._unsafe_view(part, shape)
+    # to its dtype: autocast, which casts a Linear's bias
+    return part if bias is None else part + bias.to(part.dtype)  # type: ignore[no-any-return]

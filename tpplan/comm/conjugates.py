@@ -60,14 +60,29 @@ def reduce_out(x: torch.Tensor, transition: Transition) -> torch.Tensor:
     return _ReduceOut.apply(x, transition)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gather_in(x: torch.Tensor, dim: int, length: int, transition: Transition) -> torch.Tensor:
-    """g: padded chunks along ``dim`` enter a sharded region whole, ``length`` long."""
-    return _GatherIn.apply(x, dim, length, transition)  # type: ignore[no-any-return, no-untyped-call]
+def gather_in(
+    x: torch.Tensor,
+    dim: int,
+    length: int,
+    transition: Transition,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """g: padded chunks along ``dim`` enter a sharded region whole, ``length`` long.
+
+    ``dtype``: to gather and return, where that is not the dtype of ``x``; gradients are summed in
+    the dtype of ``x``.
+    """
+    return _GatherIn.apply(x, dim, length, transition, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def scatter_out(x: torch.Tensor, dim: int, transition: Transition) -> torch.Tensor:
-    """g*: partial sums leave a sharded region as this rank's padded chunk of their sum."""
-    return _ScatterOut.apply(x, dim, transition)  # type: ignore[no-any-return, no-untyped-call]
+def scatter_out(
+    x: torch.Tensor, dim: int, transition: Transition, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """g*: partial sums leave a sharded region as this rank's padded chunk of their sum.
+
+    ``bias``: of the last dimension, added to the sum; its gradient is of this rank's chunk.
+    """
+    return _ScatterOut.apply(x, dim, transition, bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def split(x: torch.Tensor, dim: int, transition: Transition) -> torch.Tensor:
@@ -110,34 +125,49 @@ class _ReduceOut(torch.autograd.Function):
 class _GatherIn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, dim: int, length: int, transition: Transition
+        ctx: Any,
+        x: torch.Tensor,
+        dim: int,
+        length: int,
+        transition: Transition,
+        dtype: torch.dtype | None,
     ) -> torch.Tensor:
-        ctx.dim, ctx.transition = dim, transition
+        ctx.dim, ctx.transition, ctx.dtype = dim, transition, None
+        if dtype is not None and dtype != x.dtype:
+            ctx.dtype, x = x.dtype, x.to(dtype)
         return all_gather(x, dim, length, transition.group, transition.forward)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        transition = ctx.transition
+        transition, dtype = ctx.transition, ctx.dtype
         if differentiates_backward():
-            return scatter_out(grad, ctx.dim, transition.transposed()), None, None, None
-        part = reduce_scatter(grad, ctx.dim, transition.group, transition.backward)
-        return part, None, None, None
+            grad = grad if dtype is None else grad.to(dtype)
+            part = scatter_out(grad, ctx.dim, transition.transposed())
+        else:
+            part = reduce_scatter(grad, ctx.dim, transition.group, transition.backward, dtype=dtype)
+        return part, None, None, None, None
 
 
 class _ScatterOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, transition: Transition) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, transition: Transition, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.transition = dim, x.size(dim), transition
-        return reduce_scatter(x, dim, transition.group, transition.forward)
+        ctx.bias = None if bias is None else bias.dtype
+        return reduce_scatter(x, dim, transition.group, transition.forward, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         transition = ctx.transition
+        shift = None
+        if ctx.needs_input_grad[3]:
+            shift = grad.flatten(0, -2).sum(0).to(ctx.bias)
         if differentiates_backward():
             whole = gather_in(grad, ctx.dim, ctx.length, transition.transposed())
         else:
             whole = all_gather(grad, ctx.dim, ctx.length, transition.group, transition.backward)
-        return whole, None, None
+        return whole, None, None, shift
 
 
 class _Split(torch.autograd.Function):

@@ -3,37 +3,43 @@
 With more than one sequence in the batch, what an all-gather returns is the ranks' chunks one
 behind the other, (ranks, batch, chunk, ...), where the model wants (batch, length, ...); what a
 reduce-scatter takes is the other way round, zeros behind the last chunk. Either is one copy here,
-padding and cut included. A chunk of one sequence is one run of memory in both layouts.
+padding and cut included; the bias of a row-parallel layer and a cast take no pass of their own. A
+chunk of one sequence is one run of memory in both layouts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tpplan.kernels.launch import fused, jit, launch, power, tl
+from tpplan.kernels.launch import FLOATS, fused, jit, launch, power, tl, vector, wide
 
 _BLOCK = 4096  # elements of one program
 
 
 @jit
 def _move_kernel(
-    packed, whole, batch, chunk, length, width, blocks, PACKS: tl.constexpr, BLOCK: tl.constexpr
-):
-    program = tl.program_id(0)
-    run = program // blocks  # of one rank and one sequence
-    first = (run // batch).to(tl.int64) * chunk
-    begin = (program % blocks).to(tl.int64) * BLOCK
-    filled = tl.minimum(tl.maximum(length - first, 0), chunk) * width - begin
-    size = (begin * 0 + chunk) * width - begin  # wide, whatever Triton makes of one that is 1
-    packed += run.to(tl.int64) * chunk * width + begin
-    whole += ((run % batch).to(tl.int64) * length + first) * width + begin
+    packed, whole, bias, batch, chunk, rows, length, width, blocks, share,
+    PACKS: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    run = tl.program_id(0) // blocks  # of so many rows, of one rank and one sequence
+    own = run // (chunk // rows)
+    first = (own // batch).to(tl.int64) * chunk + run % (chunk // rows) * rows
+    begin = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
+    filled = tl.minimum(tl.maximum(length - first, 0), rows) * width - begin
+    size = (begin * 0 + rows) * width - begin  # wide, whatever Triton makes of one that is 1
+    packed += run.to(tl.int64) * rows * width + begin
+    whole += ((own % batch).to(tl.int64) * length + first) * width + begin
     lanes = tl.arange(0, BLOCK)
     if PACKS:
         values = tl.load(whole + lanes, mask=lanes < filled, other=0.0)
+        if SHIFTS:
+            shift = tl.load(bias + begin + lanes, mask=lanes < size, other=0.0).to(tl.float32)
+            values = values.to(tl.float32) + shift * share
         tl.store(packed + lanes, values, mask=lanes < size)
     else:
         values = tl.load(packed + lanes, mask=lanes < filled)
@@ -46,13 +52,16 @@ def plan(run: int) -> tuple[Any, int, int]:
     return _move_kernel, block, max(block // 512, 1)
 
 
-def _move(packed: torch.Tensor, whole: torch.Tensor, packs: bool) -> None:
+def _move(
+    packed: torch.Tensor, whole: torch.Tensor, packs: bool, bias: torch.Tensor | None = None
+) -> None:
     ranks, batch, chunk, width = packed.shape
-    kernel, block, warps = plan(chunk * width)
-    blocks = -(-chunk * width // block)
-    launch(kernel, (ranks * batch * blocks,))(
-        packed, whole, batch, chunk, whole.shape[1], width, blocks, PACKS=packs, BLOCK=block,
-        num_warps=warps,
+    rows = chunk if bias is None else 1  # where a program has a bias, it has columns of one row
+    kernel, block, warps = plan(rows * width)
+    blocks = -(-rows * width // block)
+    launch(kernel, (ranks * batch * (chunk // rows) * blocks,))(
+        packed, whole, vector(bias), batch, chunk, rows, whole.shape[1], width, blocks, 1 / ranks,
+        PACKS=packs, SHIFTS=bias is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 
@@ -66,12 +75,16 @@ def reference_unpack(packed: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
-def reference_pack(whole: torch.Tensor, ranks: int, chunk: int) -> torch.Tensor:
+def reference_pack(
+    whole: torch.Tensor, bias: torch.Tensor | None, ranks: int, chunk: int, dtype: torch.dtype
+) -> torch.Tensor:
     """What the kernel computes, by PyTorch's own ops: (b, s, h) to (ranks, b, chunk, h)."""
     batch, length, width = whole.shape
     padded = F.pad(whole, (0, 0, 0, ranks * chunk - length))
+    if bias is not None:
+        padded = wide(padded) + wide(bias) / ranks
     split = padded.reshape(batch, ranks, chunk, width).transpose(0, 1)
-    return split.clone(memory_format=torch.contiguous_format)
+    return split.to(dtype).clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("tpplan::unpack", mutates_args=())
@@ -89,17 +102,21 @@ def _unpack_fake(packed: torch.Tensor, length: int) -> torch.Tensor:
 
 
 @torch.library.custom_op("tpplan::pack", mutates_args=())
-def _pack(whole: torch.Tensor, ranks: int, chunk: int) -> torch.Tensor:
-    if not fused(whole):
-        return reference_pack(whole, ranks, chunk)
-    out = whole.new_empty((ranks, whole.shape[0], chunk, whole.shape[2]))
-    _move(out, whole.contiguous(), packs=True)
+def _pack(
+    whole: torch.Tensor, bias: torch.Tensor | None, ranks: int, chunk: int, dtype: torch.dtype
+) -> torch.Tensor:
+    if not fused(whole, bias) or dtype not in FLOATS:
+        return reference_pack(whole, bias, ranks, chunk, dtype)
+    out = whole.new_empty((ranks, whole.shape[0], chunk, whole.shape[2]), dtype=dtype)
+    _move(out, whole.contiguous(), True, bias)
     return out
 
 
 @_pack.register_fake
-def _pack_fake(whole: torch.Tensor, ranks: int, chunk: int) -> torch.Tensor:
-    return whole.new_empty((ranks, whole.shape[0], chunk, whole.shape[2]))
+def _pack_fake(
+    whole: torch.Tensor, bias: torch.Tensor | None, ranks: int, chunk: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return whole.new_empty((ranks, whole.shape[0], chunk, whole.shape[2]), dtype=dtype)
 
 
 def _setup_unpack(ctx: Any, inputs: Any, output: Any) -> None:
@@ -107,15 +124,19 @@ def _setup_unpack(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_unpack(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return _pack(grad, ctx.ranks, ctx.chunk), None
+    return _pack(grad, None, ctx.ranks, ctx.chunk, grad.dtype), None
 
 
 def _setup_pack(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.length = inputs[0].shape[1]
+    whole, bias, ctx.ranks, _, _ = inputs
+    ctx.length, ctx.dtype = whole.shape[1], whole.dtype
+    ctx.save_for_backward(bias)
 
 
 def _backward_pack(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return _unpack(grad, ctx.length), None, None
+    (bias,) = ctx.saved_tensors
+    shift = None if bias is None else (wide(grad).sum((0, 1, 2)) / ctx.ranks).to(bias.dtype)
+    return _unpack(grad, ctx.length).to(ctx.dtype), shift, None, None, None
 
 
 # each is the other's transpose, so gradients of gradients are right as well
@@ -141,19 +162,36 @@ def unpack(gathered: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return _unpack(rows, length).reshape(final)  # type: ignore[no-any-return]
 
 
-def pack(whole: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+def is_view(shape: Sequence[int], dim: int, ranks: int) -> bool:
+    """Whether the chunks along ``dim`` lie one behind the other as they are."""
+    return math.prod(shape[:dim]) == 1 and shape[dim] % ranks == 0
+
+
+def pack(
+    whole: torch.Tensor,
+    dim: int,
+    ranks: int,
+    *,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """The chunks along ``dim`` of ``ranks`` ranks, one behind the other, the last ones padded.
 
     A view where that is one, as it is for a batch of one of which all chunks are full.
+
+    Args:
+        bias: of the last dimension, of which an equal share for each rank is added, so that the
+            sum over the ranks has it once, padding included.
+        dtype: of the result, that of ``whole`` if None.
 
     Returns:
         (ranks, *shape of a chunk), whose ``dim`` is an equal share, rounded up.
     """
     shape = list(whole.shape)
-    batch, length = math.prod(shape[:dim]), shape[dim]
-    chunk = -(-length // ranks)
+    dtype = dtype or whole.dtype
+    chunk = -(-shape[dim] // ranks)
     final = [ranks, *shape[:dim], chunk, *shape[dim + 1 :]]
-    if batch == 1 and length == ranks * chunk:
-        return whole.reshape(final)
-    rows = whole.reshape(batch, length, math.prod(shape[dim + 1 :]))
-    return _pack(rows, ranks, chunk).reshape(final)  # type: ignore[no-any-return]
+    if bias is None and is_view(shape, dim, ranks):
+        return whole.reshape(final).to(dtype)
+    rows = whole.reshape(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
+    return _pack(rows, bias, ranks, chunk, dtype).reshape(final)  # type: ignore[no-any-return]

@@ -16,15 +16,21 @@ class Entry:
 
     "The same" means one tensor object, unchanged and in the same gradient mode. The result is
     kept with the stream, until the last of the modules has taken it or the forward is over.
+
+    ``whole``: whether the tensor is whole also inside the stack. ``projections``: whether all that
+    becomes of it is multiplied by weights, for which autocast would cast it.
     """
 
-    def __init__(self, transition: Transition, members: int, whole: bool) -> None:
+    def __init__(
+        self, transition: Transition, members: int, whole: bool, projections: bool
+    ) -> None:
         self.transition = transition
         self.members = members
         self.whole = whole
+        self.projections = projections
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
-        twin = Entry(self.transition, self.members, self.whole)
+        twin = Entry(self.transition, self.members, self.whole, self.projections)
         memo[id(self)] = twin
         return twin
 
@@ -43,13 +49,19 @@ class Entry:
     def _entered(self, x: torch.Tensor, stream: Stream) -> torch.Tensor:
         if isinstance(x, DTensor):
             if stream.is_sharded(x):
-                length = x.size(stream.dim)
-                return gather_in(stream.to_local(x), stream.dim, length, self.transition)
+                return self._gathered(stream.to_local(x), stream.dim, x.size(stream.dim), stream)
             if x.placements[0] != Replicate():
                 x = x.redistribute(placements=[Replicate()])
             return copy_in(x.to_local(), self.transition)
         if stream.length is not None and not self.whole:
             if x.dim() <= stream.dim + 1:  # tokens without their batch: every rank's, one by one
-                return gather_in(x, 0, x.size(0) * stream.group.size, self.transition)
-            return gather_in(x, stream.dim, stream.length, self.transition)
+                return self._gathered(x, 0, x.size(0) * stream.group.size, stream)
+            return self._gathered(x, stream.dim, stream.length, stream)
         return copy_in(x, self.transition)
+
+    def _gathered(self, x: torch.Tensor, dim: int, length: int, stream: Stream) -> torch.Tensor:
+        device, dtype = stream.mesh.device_type, None
+        if self.projections and x.dtype == torch.float32 and torch.is_autocast_enabled(device):
+            # before it is sent: half the bytes, and one cast for all that read it
+            dtype = torch.get_autocast_dtype(device)
+        return gather_in(x, dim, length, self.transition, dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -83,9 +85,8 @@ def reduced(
             out = out + bias.to(out.dtype)
         return out
     dim = min(stream.dim, partial.dim() - 2)
-    out = scatter_out(partial, dim, state.transition)
-    for bias in biases:
-        out = out + bias.to(out.dtype)  # autocast, which casts a Linear's bias
+    shift = functools.reduce(torch.add, biases) if biases else None
+    out = scatter_out(partial, dim, state.transition, shift)
     if stream.length is None:
         # called outside the stack: whole in, whole out
         return join(out, dim, partial.size(dim), state.transition)

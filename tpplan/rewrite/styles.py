@@ -126,7 +126,9 @@ class PlannedStyle(ParallelStyle):
                 Site(self.plan.path, f"input of {names}", rule),
                 Site(self.plan.path, f"input gradient of {names}", rule),
             )
-            self.entries[key] = Entry(transition, len(boundary.shared), boundary.whole)
+            served = [self.compiled.modules[path] for path in consumers]
+            projections = all(m.projection or m.style == "vocab" for m in served)
+            self.entries[key] = Entry(transition, len(boundary.shared), boundary.whole, projections)
         return self.entries[key]
 
 
