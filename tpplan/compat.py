@@ -35,6 +35,7 @@ __all__ = [
     "NeedsValuesError",
     "below_autograd",
     "differentiates_backward",
+    "dispatch_is_observed",
     "dtensor",
     "dtensor_spec",
     "fake_world",
@@ -172,6 +173,11 @@ def rehearsed_in(context: contextlib.AbstractContextManager[object]) -> Iterator
         yield
     finally:
         ShardingPropagator._fake_mode_lock = outer or contextlib.nullcontext()  # type: ignore[assignment]
+
+
+def dispatch_is_observed() -> bool:
+    """Whether a mode is to see, or to replace, the ops that are called."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def below_autograd() -> contextlib.AbstractContextManager[object]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tpplan.kernels.launch import fused, jit, launch, power, rows_of, tl, vector
+from tpplan.kernels.operator import operator
 
 _CHUNK = 8192  # columns of a row that are read at once
 _GRADIENT = 4096  # columns of one program
@@ -181,7 +182,7 @@ def add_rest(
     return grad
 
 
-@torch.library.custom_op("tpplan::cross_entropy_statistics", mutates_args=())
+@operator("tpplan::cross_entropy_statistics")
 def _statistics(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -218,7 +219,7 @@ def _statistics_fake(
     return largest, total, chosen, logits.new_empty(rows if smooth else 0, dtype=kind)
 
 
-@torch.library.custom_op("tpplan::cross_entropy_gradient", mutates_args=())
+@operator("tpplan::cross_entropy_gradient")
 def _gradient(
     logits: torch.Tensor,
     target: torch.Tensor,

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tpplan.kernels.launch import differentiably, fused, jit, launch, power, rows_of, tl, vector
+from tpplan.kernels.operator import operator
 
 _COPIED, _SUMMED = 4096, 1024  # columns of one program
 PLACES_AT_ONCE = 8  # rows of the gradient that a program adds up at once
@@ -94,7 +95,7 @@ def reference(
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-@torch.library.custom_op("tpplan::look_up", mutates_args=())
+@operator("tpplan::look_up")
 def _look_up(
     ids: torch.Tensor, weight: torch.Tensor, start: int, padding_idx: int | None
 ) -> torch.Tensor:
@@ -118,7 +119,7 @@ def _look_up_fake(
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
-@torch.library.custom_op("tpplan::look_up_backward", mutates_args=())
+@operator("tpplan::look_up_backward")
 def _look_up_backward(
     dy: torch.Tensor, ids: torch.Tensor, v: int, start: int, padding_idx: int | None
 ) -> torch.Tensor:

@@ -26,6 +26,7 @@ from tpplan.kernels.launch import (
     tl,
     wide,
 )
+from tpplan.kernels.operator import operator
 
 Kind = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -140,7 +141,7 @@ def _gradients(
     )  # fmt: skip
 
 
-@torch.library.custom_op("tpplan::gated", mutates_args=())
+@operator("tpplan::gated")
 def _gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     return _multiply(gate, up, kind)
 
@@ -150,7 +151,7 @@ def _gated_fake(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
-@torch.library.custom_op("tpplan::gated_backward", mutates_args=())
+@operator("tpplan::gated_backward")
 def _gated_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +167,7 @@ def _gated_backward_fake(
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-@torch.library.custom_op("tpplan::gated_packed", mutates_args=())
+@operator("tpplan::gated_packed")
 def _packed(x: torch.Tensor, kind: str, gate_first: bool) -> torch.Tensor:
     return _multiply(*_halves(x, gate_first), kind)
 
@@ -176,7 +177,7 @@ def _packed_fake(x: torch.Tensor, kind: str, gate_first: bool) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@torch.library.custom_op("tpplan::gated_packed_backward", mutates_args=())
+@operator("tpplan::gated_packed_backward")
 def _packed_backward(
     dy: torch.Tensor, x: torch.Tensor, kind: str, gate_first: bool
 ) -> torch.Tensor:

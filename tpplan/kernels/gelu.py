@@ -26,6 +26,7 @@ from tpplan.kernels.launch import (
     vector,
     wide,
 )
+from tpplan.kernels.operator import operator
 
 # a program of the backward has at least so many rows: what it adds up costs 8 bytes a column
 _ROWS = 32
@@ -154,7 +155,7 @@ def _name(tanh: bool) -> str:
     return "tanh" if tanh else "none"
 
 
-@torch.library.custom_op("tpplan::gelu", mutates_args=())
+@operator("tpplan::gelu")
 def _gelu(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
     if not fused(x, bias):
         return reference(x, bias, tanh).contiguous()
@@ -174,7 +175,7 @@ def _gelu_fake(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("tpplan::gelu_backward", mutates_args=())
+@operator("tpplan::gelu_backward")
 def _gelu_backward(
     dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, shifts: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,7 @@ from tpplan.kernels.norm_bodies import (
     plan_forward,
     plan_sums,
 )
+from tpplan.kernels.operator import operator
 
 _ROWS = 32  # that a program goes down at least, where each has its own sums to write
 
@@ -69,7 +70,7 @@ def _result(x: torch.Tensor, weight: torch.Tensor | None, early: bool) -> torch.
     return torch.promote_types(x.dtype, weight.dtype) if early and weight is not None else x.dtype
 
 
-@torch.library.custom_op("tpplan::norm", mutates_args=())
+@operator("tpplan::norm")
 def _norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -122,7 +123,7 @@ def _norm_fake(
     )
 
 
-@torch.library.custom_op("tpplan::norm_backward", mutates_args=())
+@operator("tpplan::norm_backward")
 def _norm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

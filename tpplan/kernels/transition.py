@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from tpplan.kernels.launch import FLOATS, fused, jit, launch, power, tl, vector, wide
+from tpplan.kernels.operator import operator
 
 _BLOCK = 4096  # elements of one program
 
@@ -87,7 +88,7 @@ def reference_pack(
     return split.to(dtype).clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("tpplan::unpack", mutates_args=())
+@operator("tpplan::unpack")
 def _unpack(packed: torch.Tensor, length: int) -> torch.Tensor:
     if not fused(packed) or length == 0:
         return reference_unpack(packed, length)
@@ -101,7 +102,7 @@ def _unpack_fake(packed: torch.Tensor, length: int) -> torch.Tensor:
     return packed.new_empty((packed.shape[1], length, packed.shape[3]))
 
 
-@torch.library.custom_op("tpplan::pack", mutates_args=())
+@operator("tpplan::pack")
 def _pack(
     whole: torch.Tensor, bias: torch.Tensor | None, ranks: int, chunk: int, dtype: torch.dtype
 ) -> torch.Tensor:
