@@ -44,8 +44,8 @@ def interpreted() -> bool:
 def fused(*tensors: torch.Tensor | None) -> bool:
     """Whether a kernel can take these tensors; its reference does otherwise."""
     given = [t for t in tensors if t is not None]
-    return available() and all(
-        (t.is_cuda or interpreted()) and t.dtype in FLOATS and t.numel() > 0 for t in given
+    return triton is not None and all(
+        t.dtype in FLOATS and t.numel() > 0 and (t.is_cuda or interpreted()) for t in given
     )
 
 
