@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
+# where kernels are compiled for it, they are tested on a GPU
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORLD = 4
 TIMEOUT = 60.0
 # imported once, by the process that the ranks are forked from: most of what a first test waits for
@@ -43,19 +45,21 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
         world_size=WORLD,
         timeout=datetime.timedelta(seconds=TIMEOUT),
     )
-    meshes = {
-        tp: DeviceMesh("cpu", list(range(tp)), mesh_dim_names=("tp",)) for tp in range(2, WORLD + 1)
-    }
-    square = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)  # which all ranks share: gloo sends through the host
+    meshes: dict[tuple[str, int | str], DeviceMesh] = {}
+    for device in dict.fromkeys(("cpu", DEVICE)):
+        for tp in range(2, WORLD + 1):
+            meshes[device, tp] = DeviceMesh(device, list(range(tp)), mesh_dim_names=("tp",))
+    meshes["cpu", "2x2"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     while True:
         job = pipe.recv()
         if job is None:
             break
-        function, shape, args = job
-        mesh = square if shape == "2x2" else meshes[shape]
+        function, mesh, args = job
         try:
             torch.manual_seed(0)
-            pipe.send((True, function(mesh, *args)))
+            pipe.send((True, function(meshes[mesh], *args)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
     dist.barrier()
@@ -82,7 +86,9 @@ class Ranks:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, shape: int | str, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(
+        self, shape: int | str, function: Callable[..., Any], *args: Any, device: str = "cpu"
+    ) -> list[Any]:
         """``function(mesh, *args)`` on every rank of a mesh (a tp size, or "2x2"); the results.
 
         ``function`` must be importable. A rank's exception is raised here.
@@ -90,7 +96,7 @@ class Ranks:
         count = WORLD if shape == "2x2" else int(shape)
         pipes = self._pipes[:count]
         for pipe in pipes:
-            pipe.send((function, shape, args))
+            pipe.send((function, (device, shape), args))
         results, failures = [], []
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(2 * TIMEOUT if not failures else TIMEOUT):

@@ -40,6 +40,7 @@ __all__ = [
     "dtensor_spec",
     "fake_world",
     "fakes_are_made",
+    "has_data",
     "in_backward",
     "kept_by_fsdp",
     "local_of",
@@ -178,6 +179,11 @@ def rehearsed_in(context: contextlib.AbstractContextManager[object]) -> Iterator
 def dispatch_is_observed() -> bool:
     """Whether a mode is to see, or to replace, the ops that are called."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def has_data(x: torch.Tensor) -> bool:
+    """Whether ``x`` is values in memory; meta tensors, and those inside of vmap, are not."""
+    return not x.is_meta and torch._C._has_storage(x)
 
 
 def below_autograd() -> contextlib.AbstractContextManager[object]:

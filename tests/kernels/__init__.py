@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks import DEVICE
 from tpplan.kernels import launch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # of one chain of operations, rounded where it is stored; relative to the largest value
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCES), ids=["float32", "bfloat16", "float16"])

@@ -88,6 +88,17 @@ def test_frozen_and_without_gradients() -> None:
         assert torch.equal(layer(x, w, b), frozen)
 
 
+def test_vectorized() -> None:
+    x, w, b = inputs()
+    y = layer(x, w, b)
+    grads = torch.randn(3, *y.shape, device=DEVICE)
+    (batched,) = torch.autograd.grad(y, x, grads, retain_graph=True, is_grads_batched=True)
+    for one, grad in zip(batched, grads, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(y, x, grad, retain_graph=True)[0])
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(lambda t: layer(t, w, b))(x[:, None])[:, 0], y)
+
+
 def test_other_tensors_go_through_the_dispatcher() -> None:
     x, w, _ = inputs()
     fake = torch._subclasses.FakeTensorMode()

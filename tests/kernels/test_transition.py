@@ -79,6 +79,12 @@ def test_any_dimension(dim: int) -> None:
     assert torch.equal(unpack(pack(whole, dim, 3), dim, whole.size(dim)), whole)
 
 
+def test_a_bias_is_of_the_last_dimension() -> None:
+    whole, bias = torch.randn(5, 2, 4, device=DEVICE), torch.randn(4, device=DEVICE)
+    with pytest.raises(ValueError, match=r"a bias of \(4,\)"):
+        pack(whole, 0, 2, bias=bias)
+
+
 def test_no_copy_where_none_is_needed() -> None:
     for shape, dim in (((8, 4), 0), ((1, 8, 4), 1)):
         whole = torch.randn(*shape, device=DEVICE)

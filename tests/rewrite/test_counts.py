@@ -127,6 +127,12 @@ def frozen_job(mesh: DeviceMesh, sp: bool) -> Errors:
             parameter.requires_grad_(False)
     got = counts(measured(model, ids), "gradient_sync")
     found.add(f"frozen: {got}", same(not got))
+    biased = sharded(hf("Llama", mlp_bias=True), mesh, sp, SHARDED_LOGITS)
+    biased.requires_grad_(False)
+    biased.model.layers[-1].mlp.down_proj.bias.requires_grad_()
+    got = counts(measured(biased, ids), "backward")
+    head = {"reduce_scatter" if sp else "all_reduce": 1}
+    found.add(f"all but a row-parallel bias: {got}", same(got == head))
     with torch.no_grad(), Recorder() as recorder:
         model(input_ids=ids)
     got = counts(recorder, "forward")

@@ -1,4 +1,7 @@
-"""Models with fused kernels against unsharded ones: on gloo ranks, alone, compiled, recomputed."""
+"""Models with fused kernels against unsharded ones: on gloo ranks, alone, compiled, recomputed.
+
+Where there is a GPU the ranks share it, and kernels are compiled for it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +19,7 @@ import tpplan
 from benchmarks import zoo
 from tests.compare import Errors, Findings, beyond, same, step
 from tests.models import token_ids
-from tests.ranks import Ranks
+from tests.ranks import DEVICE, Ranks
 from tests.rewrite import MODES, SIZES
 from tests.thorough import THOROUGH
 from tpplan.kernels import cross_entropy, embedding, gated, gelu, norm, transition
@@ -25,11 +29,20 @@ from tpplan.report import Recorder
 NAMES = ["llama", "phi3", "gpt2", "gpt_neox"] if THOROUGH else ["phi3", "gpt2"]
 
 
+def whole(name: str) -> Any:
+    return zoo.makers()[name]().to(DEVICE)
+
+
 def sharded(name: str, mesh: DeviceMesh | None, sp: bool, kernels: str = "triton") -> Any:
     model = zoo.makers()[name]()
-    return tpplan.parallelize(
+    model = tpplan.parallelize(
         model, "auto", mesh, sequence_parallel=sp, kernels=kernels, inputs=zoo.example(model)
     )
+    return model.to(DEVICE)
+
+
+def tokens(length: int, seed: int) -> torch.Tensor:
+    return token_ids(2, length, seed).to(DEVICE)
 
 
 class Launches:
@@ -58,13 +71,13 @@ class Launches:
 def parity_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
     """Outputs and gradients, twice; a deep copy; what the state dict is called."""
     found = Findings()
-    reference, model = zoo.makers()[name](), sharded(name, mesh, sp)
+    reference, model = whole(name), sharded(name, mesh, sp)
     found.add("names", same(list(reference.state_dict()) == list(model.state_dict())))
     with Launches() as launches:
-        run = functools.partial(logits_of, ids=token_ids(2, 13, 1))
+        run = functools.partial(logits_of, ids=tokens(13, 1))
         found.add("logits", step(reference, model, run))
         model = copy.deepcopy(model)
-        run = functools.partial(loss_of, ids=token_ids(2, 14, 2))
+        run = functools.partial(loss_of, ids=tokens(14, 2))
         found.add("loss", step(reference, model, run))
     expected = {"norm", "embedding", "cross_entropy", "transition"}
     expected |= {"gelu"} if name.startswith("gpt") else {"gated"}
@@ -74,7 +87,7 @@ def parity_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
 
 def logits_of(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     logits = model(input_ids=ids).logits
-    factors = torch.arange(logits.numel()).cos().view_as(logits)
+    factors = torch.arange(logits.numel(), device=DEVICE).cos().view_as(logits)
     return {"logits": logits, "objective": (logits * factors).sum()}
 
 
@@ -88,10 +101,10 @@ def collectives_job(mesh: DeviceMesh, name: str, sp: bool) -> list[Any]:
     sent = []
     for kernels in ("triton", "torch"):
         model = sharded(name, mesh, sp, kernels)
-        model(input_ids=token_ids(2, 13, 1)).logits.sum().backward()
+        model(input_ids=tokens(13, 1)).logits.sum().backward()
         model.zero_grad()
         with Recorder() as recorder:
-            model(input_ids=token_ids(2, 13, 1)).logits.sum().backward()
+            model(input_ids=tokens(13, 1)).logits.sum().backward()
         sent.append([(c.kind, c.module, c.shape, c.reason) for c in recorder.collectives])
     return sent
 
@@ -99,8 +112,8 @@ def collectives_job(mesh: DeviceMesh, name: str, sp: bool) -> list[Any]:
 def compile_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
     """One graph, the same numbers, gradients included."""
     found = Findings()
-    reference, twin = zoo.makers()[name](), sharded(name, mesh, sp)
-    ids = token_ids(2, 12, 3)
+    reference, twin = whole(name), sharded(name, mesh, sp)
+    ids = tokens(12, 3)
     twin(input_ids=ids)  # the comparison of the first batch is not compiled
     twin.compile(fullgraph=True, backend="aot_eager")
     found.add("step", step(reference, twin, functools.partial(logits_of, ids=ids)))
@@ -111,51 +124,81 @@ def compile_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
 @MODES
 @pytest.mark.parametrize("name", NAMES)
 def test_parity(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
-    assert not beyond(ranks.run(tp, parity_job, name, sp))
+    assert not beyond(ranks.run(tp, parity_job, name, sp, device=DEVICE))
 
 
 @MODES
 def test_no_collective_more(ranks: Ranks, sp: bool) -> None:
-    for with_kernels, without in ranks.run(2, collectives_job, "llama", sp):
+    for with_kernels, without in ranks.run(2, collectives_job, "llama", sp, device=DEVICE):
         assert with_kernels == without
 
 
 @pytest.mark.parametrize(("name", "sp"), [("llama", True), ("gpt2", False)])
 def test_one_graph(ranks: Ranks, name: str, sp: bool) -> None:
-    assert not beyond(ranks.run(2, compile_job, name, sp))
+    assert not beyond(ranks.run(2, compile_job, name, sp, device=DEVICE))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_single_process(name: str) -> None:
     """At tp 1 kernels are swapped and nothing is sharded."""
-    reference, model = zoo.makers()[name](), sharded(name, None, False)
-    run = functools.partial(logits_of, ids=token_ids(2, 7, 1))
+    reference, model = whole(name), sharded(name, None, False)
+    run = functools.partial(logits_of, ids=tokens(7, 1))
     with Launches() as launches:
         assert not beyond([step(reference, model, run)])
     assert launches.counts["norm"] > 0
     assert list(reference.state_dict()) == list(model.state_dict())
     assert not beyond([step(reference, copy.deepcopy(model), run)])
     with Launches() as launches:
-        sharded(name, None, False, "torch")(input_ids=token_ids(2, 7, 1))
+        sharded(name, None, False, "torch")(input_ids=tokens(7, 1))
     assert not launches.counts
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_recomputed(name: str) -> None:
-    reference, model = zoo.makers()[name](), sharded(name, None, False)
+    reference, model = whole(name), sharded(name, None, False)
     for path, layer in model.named_modules():
         if path.rpartition(".")[2].isdigit():
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     model.config.use_cache = reference.config.use_cache = False
-    run = functools.partial(logits_of, ids=token_ids(2, 7, 1))
+    run = functools.partial(logits_of, ids=tokens(7, 1))
     assert not beyond([step(reference, model, run)])
+
+
+class SequenceFirst(nn.Module):
+    """Residual layers on a stream of shape (sequence, batch, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(24, 16)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 24)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for first, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(first(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("length", [8, 7])
+def test_the_sequence_first(length: int) -> None:
+    rules = {"embed": "vocab", "norms.*": "sequence_parallel", "head": "vocab"}
+    rules |= {"layers.*.0": "colwise", "layers.*.2": "rowwise"}
+    plan = tpplan.load_plan({"tpplan": 1, "sequence_dim": 0, "rules": rules})
+    ids = torch.randint(24, (length, 3), generator=torch.Generator().manual_seed(length))
+    for kernels in ("torch", "triton"):
+        result = tpplan.verify(SequenceFirst, plan, 2, kernels=kernels, inputs=(ids,))
+        assert result.gradient_error <= 1e-5
 
 
 def test_autocast() -> None:
     """As in the model itself: norms in float32, products in bfloat16."""
-    reference, model = zoo.makers()["llama"](), sharded("llama", None, False)
-    ids = token_ids(2, 7, 1)
-    with torch.autocast("cpu", torch.bfloat16):
+    reference, model = whole("llama"), sharded("llama", None, False)
+    ids = tokens(7, 1)
+    with torch.autocast(DEVICE, torch.bfloat16):
         expected, found = (m(input_ids=ids).logits for m in (reference, model))
     assert found.dtype == expected.dtype
     assert float((found - expected).abs().max() / expected.abs().max()) < 2**-5

@@ -137,7 +137,8 @@ def reduce_scatter(
     shape = list(x.shape)
     rows = chunk(shape[dim], group.size)
     if group.fuse:
-        early = None if is_view(shape, dim, group.size) else bias
+        copied = dim == x.dim() - 2 and not is_view(shape, dim, group.size)
+        early = bias if copied else None
         bias = bias if early is None else None
         x = pack(x, dim, group.size, bias=early, dtype=dtype).flatten(0, 1)
     else:

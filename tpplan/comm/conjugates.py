@@ -154,16 +154,18 @@ class _ScatterOut(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, dim: int, transition: Transition, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.transition = dim, x.size(dim), transition
-        ctx.bias = None if bias is None else bias.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return reduce_scatter(x, dim, transition.group, transition.forward, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         transition = ctx.transition
-        shift = None
+        whole = shift = None
         if ctx.needs_input_grad[3]:
-            shift = grad.flatten(0, -2).sum(0).to(ctx.bias)
-        if differentiates_backward():
+            shift = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        if not ctx.needs_input_grad[0]:
+            pass  # a layer of which only the bias is trained
+        elif differentiates_backward():
             whole = gather_in(grad, ctx.dim, ctx.length, transition.transposed())
         else:
             whole = all_gather(grad, ctx.dim, ctx.length, transition.group, transition.backward)

@@ -17,9 +17,9 @@ from tpplan.kernels.launch import (
     blocks,
     differentiably,
     fused,
+    groups_of,
     jit,
     launch,
-    processors,
     rows_of,
     tile,
     tl,
@@ -27,9 +27,6 @@ from tpplan.kernels.launch import (
     wide,
 )
 from tpplan.kernels.operator import operator
-
-# a program of the backward has at least so many rows: what it adds up costs 8 bytes a column
-_ROWS = 32
 
 
 @jit
@@ -185,8 +182,7 @@ def _gelu_backward(
     rows = matrix.shape[0]
     kernel, high, columns, warps = plan_backward(h)
     across = blocks(h, columns)
-    # several programs wait for each processor, so that none is idle towards the end
-    groups = min(blocks(rows, max(high, _ROWS)), blocks(16 * processors(x.device), across))
+    groups = groups_of(rows, high, across, x.device)
     dx = x.new_empty(x.shape)
     dbs = x.new_empty((groups if shifts else 0, h), dtype=torch.float32)
     launch(kernel, (groups * across,))(

@@ -83,6 +83,18 @@ def blocks(n: int, size: int) -> int:
     return -(-n // size)
 
 
+def groups_of(rows: int, high: int, across: int, device: torch.device) -> int:
+    """How many programs share out the rows, where each has sums over its own to write.
+
+    Several wait for each processor, so that none is idle towards the end, but each goes down 32
+    rows at least.
+
+    Args:
+        high: rows of a block; across: programs that share out the columns.
+    """
+    return min(blocks(rows, max(high, 32)), blocks(16 * processors(device), across))
+
+
 def wide(x: torch.Tensor) -> torch.Tensor:
     """``x`` in what it is computed in: at least float32."""
     return x if x.dtype == torch.float64 else x.float()

@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 
-from tpplan.kernels.launch import blocks, differentiably, fused, launch, processors, rows_of, vector
+from tpplan.kernels.launch import (
+    blocks,
+    differentiably,
+    fused,
+    groups_of,
+    launch,
+    processors,
+    rows_of,
+    vector,
+)
 from tpplan.kernels.norm_bodies import (
     backward_columns,
     backward_sums,
@@ -25,8 +34,6 @@ from tpplan.kernels.norm_bodies import (
     plan_sums,
 )
 from tpplan.kernels.operator import operator
-
-_ROWS = 32  # that a program goes down at least, where each has its own sums to write
 
 
 def _centred(x: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
@@ -156,8 +163,8 @@ def _norm_backward(
         return [torch.empty((k, h), dtype=torch.float32, device=x.device) for k in wanted]
 
     if plan is not None:
-        block, warps = plan
-        programs = min(rows, processors(x.device) * max(1, min(8, 8192 // block)))
+        block, warps, each = plan
+        programs = min(rows, each * processors(x.device))
         dws, dbs = partial(programs)
         launch(backward_whole, (programs,))(
             grad, matrix, scale, means, rstds, more, dx, dws, dbs, *strides, rows, h,
@@ -172,8 +179,7 @@ def _norm_backward(
         )  # fmt: skip
         high, columns, warps = plan_columns(h)
         across = blocks(h, columns)
-        # several programs wait for each processor, so that none is idle towards the end
-        groups = min(blocks(rows, max(high, _ROWS)), blocks(16 * processors(x.device), across))
+        groups = groups_of(rows, high, across, x.device)
         dws, dbs = partial(groups)
         launch(backward_columns, (groups * across,))(
             grad, matrix, scale, means, rstds, sums, more, dx, dws, dbs, *strides, rows, h,

@@ -249,12 +249,15 @@ def plan_forward(h: int, itemsize: int) -> tuple[Any, int, int]:
     return forward_whole, block, min(max(block // 1024, 1), 16)
 
 
-def plan_backward(h: int, itemsize: int) -> tuple[int, int] | None:
-    """Block and warps of ``backward_whole``; None for rows that are too long for it."""
+def plan_backward(h: int, itemsize: int) -> tuple[int, int, int] | None:
+    """Block and warps of ``backward_whole``, and its programs for each processor.
+
+    None for rows that are too long for it.
+    """
     if not _fits(h, itemsize, _WHOLE_BACKWARD):
         return None
     block = power(h)
-    return block, min(max(block // 512, 1), 16)
+    return block, min(max(block // 512, 1), 16), max(1, min(8, 8192 // block))
 
 
 def plan_sums() -> tuple[int, int]:

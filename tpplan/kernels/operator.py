@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tpplan.compat import dispatch_is_observed
+from tpplan.compat import dispatch_is_observed, has_data
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _OTHERS = frozenset({torch.dtype, NoneType, bool, int, float, str})
@@ -18,8 +18,8 @@ class Operator:
     """A ``torch.library.custom_op``, around which calls are led that do not need one.
 
     The dispatcher shows the op to compilers, to fake and other special tensors, and to modes. Where
-    nobody looks, it and its autograd would be more than half of what a call costs the host
-    (``benchmarks/host_overhead.py``): there the body runs as it is, or as an autograd function.
+    nobody looks, it and its autograd would be nearly half of what a call costs the host
+    (``benchmarks/op_overhead.py``): there the body runs as it is, or as an autograd function.
     """
 
     def __init__(self, name: str, body: Callable[..., Any]) -> None:
@@ -54,7 +54,7 @@ class Operator:
             return self._op(*args)
         for arg in args:
             kind = type(arg)
-            if kind not in _OTHERS and (kind not in _TENSORS or arg.is_meta):
+            if kind not in _OTHERS and (kind not in _TENSORS or not has_data(arg)):
                 return self._op(*args)
         if self._function is None or not torch.is_grad_enabled():
             return self._body(*args)

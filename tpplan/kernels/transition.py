@@ -109,7 +109,7 @@ def _pack(
     if not fused(whole, bias) or dtype not in FLOATS:
         return reference_pack(whole, bias, ranks, chunk, dtype)
     out = whole.new_empty((ranks, whole.shape[0], chunk, whole.shape[2]), dtype=dtype)
-    _move(out, whole.contiguous(), True, bias)
+    _move(out, whole.contiguous(), packs=True, bias=bias)
     return out
 
 
@@ -131,12 +131,13 @@ def _backward_unpack(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def _setup_pack(ctx: Any, inputs: Any, output: Any) -> None:
     whole, bias, ctx.ranks, _, _ = inputs
     ctx.length, ctx.dtype = whole.shape[1], whole.dtype
-    ctx.save_for_backward(bias)
+    ctx.shift = None if bias is None else bias.dtype
 
 
 def _backward_pack(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    (bias,) = ctx.saved_tensors
-    shift = None if bias is None else (wide(grad).sum((0, 1, 2)) / ctx.ranks).to(bias.dtype)
+    shift = None
+    if ctx.shift is not None:
+        shift = (wide(grad).sum((0, 1, 2)) / ctx.ranks).to(ctx.shift)
     return _unpack(grad, ctx.length).to(ctx.dtype), shift, None, None, None
 
 
@@ -181,8 +182,8 @@ def pack(
     A view where that is one, as it is for a batch of one of which all chunks are full.
 
     Args:
-        bias: of the last dimension, of which an equal share for each rank is added, so that the
-            sum over the ranks has it once, padding included.
+        bias: of the last dimension, ``dim`` being the one before, of which an equal share for each
+            rank is added, so that the sum over the ranks has it once, padding included.
         dtype: of the result, that of ``whole`` if None.
 
     Returns:
@@ -194,5 +195,7 @@ def pack(
     final = [ranks, *shape[:dim], chunk, *shape[dim + 1 :]]
     if bias is None and is_view(shape, dim, ranks):
         return whole.reshape(final).to(dtype)
+    if bias is not None and bias.shape != tuple(shape[dim + 1 :]):
+        raise ValueError(f"a bias of {tuple(bias.shape)} is not what one row has: {shape}, {dim}")
     rows = whole.reshape(math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :]))
     return _pack(rows, bias, ranks, chunk, dtype).reshape(final)  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ _FACTORS = {
     _aten.baddbmm.default: 1,
 }
 """Where the two factors are among the arguments of a matrix product."""
+_ORDERS = 5
 
 
 class Reordered(TorchDispatchMode):
@@ -30,7 +31,7 @@ class Reordered(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """As PyTorch calls it."""
+        """``func``, of factors whose columns and rows are in another order."""
         at = _FACTORS.get(func)
         if at is not None:
             left, right = args[at : at + 2]
@@ -40,15 +41,27 @@ class Reordered(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def difference(one: Reference, other: Reference) -> float:
-    """The worst error of the outputs and gradients of ``other``, by ``verify``'s metric."""
-    outputs = (relative(a, b) for a, b in zip(one.outputs, other.outputs, strict=True))
-    return max(*outputs, *gradient_errors(one.gradients, other.gradients).values())
-
-
 def reordered(reference: Reference, seed: int) -> Reference:
     """The same unsharded model, its sums in another order."""
     twin = copy.deepcopy(reference.model)
     with Reordered(seed):
         found = differentiate(twin, reference.call, reference.seed)
     return Reference(twin, reference.call, reference.seed, *found, reference.called)
+
+
+def differences(one: Reference, other: Reference) -> dict[str, float]:
+    """By ``verify``'s metric: the error of each gradient, and of the outputs under ``""``."""
+    pairs = zip(one.outputs, other.outputs, strict=True)
+    outputs = max((relative(a, b) for a, b in pairs), default=0.0)
+    return {"": outputs, **gradient_errors(one.gradients, other.gradients)}
+
+
+def own_rounding(reference: Reference, exact: Reference) -> dict[str, float]:
+    """The worst differences of the unsharded model from itself.
+
+    Args:
+        exact: the same in float64, from which it differs, as it does with its sums reordered.
+    """
+    found = [differences(exact, reference)]
+    found += [differences(reference, reordered(reference, seed)) for seed in range(_ORDERS)]
+    return {name: max(errors[name] for errors in found) for name in found[0]}

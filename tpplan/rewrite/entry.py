@@ -14,11 +14,13 @@ from tpplan.comm.stream import version_of
 class Entry:
     """One boundary. Modules that are given the very same tensor share its result.
 
-    "The same" means one tensor object, unchanged and in the same gradient mode. The result is
-    kept with the stream, until the last of the modules has taken it or the forward is over.
+    "The same" means one tensor object, unchanged and in the same gradient and autocast mode. The
+    result is kept with the stream, until the last of the modules has taken it or the forward is
+    over.
 
     ``whole``: whether the tensor is whole also inside the stack. ``projections``: whether all that
-    becomes of it is multiplied by weights, for which autocast would cast it.
+    becomes of it is multiplied by weights, for which autocast would cast it (code that only asks
+    for its dtype is then told that of the products).
     """
 
     def __init__(
@@ -38,7 +40,8 @@ class Entry:
         """``x``, whole: gathered where it is a part of the sequence (g), as it is where not (f)."""
         if self.members == 1:
             return self._entered(x, stream)
-        state = (version_of(x), torch.is_grad_enabled())
+        autocast = torch.is_autocast_enabled(stream.mesh.device_type)
+        state = (version_of(x), torch.is_grad_enabled(), autocast)
         given, seen, result, taken = stream.shared.pop(self, (None, None, None, 0))
         if given is not x or seen != state or result is None:
             result, taken = self._entered(x, stream), 0

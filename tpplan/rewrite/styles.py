@@ -127,7 +127,9 @@ class PlannedStyle(ParallelStyle):
                 Site(self.plan.path, f"input gradient of {names}", rule),
             )
             served = [self.compiled.modules[path] for path in consumers]
-            projections = all(m.projection or m.style == "vocab" for m in served)
+            # where a plan says what is gathered, others may read it as well
+            said = any("gather" in self.compiled.modules[p].options for p in boundary.shared)
+            projections = not said and all(m.projection or m.style == "vocab" for m in served)
             self.entries[key] = Entry(transition, len(boundary.shared), boundary.whole, projections)
         return self.entries[key]
 
