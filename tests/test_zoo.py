@@ -65,10 +65,9 @@ def test_proved(name: str, tp: int, sp: bool) -> None:
 @pytest.mark.parametrize("name", ROUNDED)
 def test_float32_where_nothing_cancels(name: str) -> None:
     model = zoo.tiny(name, ROUNDED[name])
-    for tp, kernels in ((2, "triton"), (4, "torch")):
-        result = tpplan.verify(model, "auto", tp, kernels=kernels, inputs=zoo.example(model))
-        assert result.gradient_error <= 1e-5
-        assert not any(check.rounding for check in result.checks)
+    result = tpplan.verify(model, "auto", 2, kernels="triton", inputs=zoo.example(model))
+    assert result.gradient_error <= 1e-5
+    assert not any(check.rounding for check in result.checks)
 
 
 def test_every_plan_is_proved() -> None:
