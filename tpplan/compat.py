@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ __all__ = [
 ]
 
 _RUN_AT_ONCE = 2**62
+# seconds without any work after which simulated ranks are taken to be stuck
+_STUCK = 4.0
 _C10D_TABLES = (
     "_pg_map",
     "_pg_names",
@@ -251,6 +254,24 @@ def run_when_ready(node: Any) -> None:
     node._set_sequence_nr(_RUN_AT_ONCE)
 
 
+def _join(
+    threads: Sequence[threading.Thread],
+    failures: list[BaseException],
+    stop: Callable[[BaseException], None],
+) -> None:
+    """Wait for ``threads``, unless all that are left wait for each other: no work is done."""
+    worked, since = time.process_time(), time.monotonic()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.25)
+            if time.process_time() - worked > 0.02:
+                worked, since = time.process_time(), time.monotonic()
+            elif time.monotonic() - since > _STUCK and not failures:
+                error = RuntimeError("the ranks wait for each other in different collectives")
+                failures.append(error)
+                stop(error)
+
+
 @contextlib.contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
     """A process group of ``size`` ranks in which nothing is sent, and its 1-D mesh.
@@ -289,6 +310,9 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
 
     Every rank runs the very code a process would, its Python branches included; collectives meet
     in memory. The first exception of a rank is raised here.
+
+    Raises:
+        RuntimeError: where all of them wait, because they issue different collectives.
     """
     import torch.distributed.distributed_c10d as c10d
     from torch.testing._internal.distributed.multi_threaded_pg import (
@@ -319,8 +343,7 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        _join(threads, failures, ProcessLocalGroup.exception_handle)
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()

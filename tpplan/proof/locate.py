@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpplan.comm import chunk
 from tpplan.compat import simulate
+from tpplan.language import Rule
 from tpplan.layout import Rows
 from tpplan.planner import CompiledPlan
 from tpplan.proof.ranks import (
@@ -43,7 +45,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
     """The first floating tensor that a module was given (row-parallel layers only) or gave."""
 
     path: str
@@ -53,22 +55,34 @@ class _Seen:
 
 def first_divergence(reference: Reference, compiled: CompiledPlan) -> Divergence | None:
     """Run both once more with every module watched; None where nothing comparable differs."""
-    model = copy.deepcopy(reference.model)
-    expected = _watched(model, reference, compiled)
-    found = simulate(compiled.tp, lambda mesh: _on_rank(mesh, reference, compiled, expected))
+
+    def run(model: nn.Module) -> None:
+        backward(results(model, reference.call), reference.seed)
+
+    def on_rank(mesh: DeviceMesh) -> tuple[int, Divergence] | None:
+        model = copy.deepcopy(reference.model)
+        model.zero_grad(set_to_none=True)
+        apply(model, compiled, mesh, src_data_rank=None)
+        found = compare(expected, watched(model, compiled, run), compiled, mesh.get_local_rank())
+        return found or _in_gradients(reference, model, expected)
+
+    expected = watched(copy.deepcopy(reference.model), compiled, run)
+    found = simulate(compiled.tp, on_rank)
     return min((f for f in found if f is not None), key=lambda f: f[0], default=(0, None))[1]
 
 
-def _watched(model: nn.Module, reference: Reference, compiled: CompiledPlan) -> list[_Seen]:
-    """What was seen, in order of execution."""
-    seen: list[_Seen] = []
+def watched(
+    model: nn.Module, compiled: CompiledPlan, run: Callable[[nn.Module], None]
+) -> list[Seen]:
+    """What is seen while ``run`` runs ``model``, in order of execution."""
+    seen: list[Seen] = []
     handles = []
 
     def before(path: str, args: Any) -> None:
-        seen.append(_Seen(path, True, _first(args)))
+        seen.append(Seen(path, True, _first(args)))
 
     def after(path: str, out: Any) -> None:
-        seen.append(_Seen(path, False, _first(out)))
+        seen.append(Seen(path, False, _first(out)))
 
     for path, module in model.named_modules():
         plan = compiled.modules.get(path)
@@ -77,7 +91,7 @@ def _watched(model: nn.Module, reference: Reference, compiled: CompiledPlan) -> 
             handles.append(hook)
         handles.append(module.register_forward_hook(lambda _, __, out, path=path: after(path, out)))
     try:
-        backward(results(model, reference.call), reference.seed)
+        run(model)
     finally:
         for handle in handles:
             handle.remove()
@@ -94,26 +108,25 @@ def _first(out: Any) -> torch.Tensor:
     return torch.empty(0)
 
 
-def _on_rank(
-    mesh: DeviceMesh,
-    reference: Reference,
-    compiled: CompiledPlan,
-    expected: list[_Seen],
+def compare(
+    expected: list[Seen], got: list[Seen], compiled: CompiledPlan, rank: int
 ) -> tuple[int, Divergence] | None:
-    model = copy.deepcopy(reference.model)
-    model.zero_grad(set_to_none=True)
-    apply(model, compiled, mesh, src_data_rank=None)
-    got = _watched(model, reference, compiled)
-    rank, size = mesh.get_local_rank(), compiled.tp
+    """The first of what was seen on a rank that is not its part of what was seen unsharded."""
     for index, (theirs, ours) in enumerate(zip(expected, got, strict=False)):
         rows = None if theirs.given else _rows_of(compiled, theirs.path)
-        error = _difference(theirs.tensor, ours.tensor, rank, size, rows)
+        error = _difference(theirs.tensor, ours.tensor, rank, compiled.tp, rows)
         if error > _SUSPECT and theirs.given:
             # not the layer's own doing: what the module around it computes on its columns
             around, _, leaf = theirs.path.rpartition(".")
             return index, Divergence(around, f"the input of '{leaf}' inside", error)
         if error > _SUSPECT:
             return index, Divergence(theirs.path, "the output", error)
+    return None
+
+
+def _in_gradients(
+    reference: Reference, model: nn.Module, expected: list[Seen]
+) -> tuple[int, Divergence] | None:
     errors = gradient_errors(reference.gradients, gradients_of(model))
     last = {seen.path: index for index, seen in enumerate(expected)}
     wrong = {name: e for name, e in errors.items() if e > reference_tolerance(errors)}
@@ -163,3 +176,17 @@ def _difference(
     scale = full.abs().max().clamp(min=1e-30)
     error = float((part - ours.narrow(dims[0], 0, part.size(dims[0]))).abs().max() / scale)
     return error if error == error else float("inf")
+
+
+def rule_near(compiled: CompiledPlan, path: str) -> Rule | None:
+    """The rule on a module, or the first one inside it, or around it."""
+    own = compiled.modules.get(path)
+    if own is not None and own.rule is not None:
+        return own.rule
+    inside = (m.rule for p, m in compiled.modules.items() if p.startswith(f"{path}.") and m.rule)
+    found = next(inside, None)
+    while found is None and path:
+        path = path.rpartition(".")[0]
+        around = compiled.modules.get(path)
+        found = None if around is None else around.rule
+    return found

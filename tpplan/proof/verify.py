@@ -22,8 +22,9 @@ from tpplan.compat import simulate
 from tpplan.language import Diagnostic, Plan, PlanError, Rule
 from tpplan.planner import CompiledPlan, compile_plan
 from tpplan.planner.shadow import call_for
+from tpplan.proof.calls import random_ids
 from tpplan.proof.floor import floor_of
-from tpplan.proof.locate import Divergence, first_divergence
+from tpplan.proof.locate import Divergence, first_divergence, rule_near
 from tpplan.proof.processes import run_processes
 from tpplan.proof.ranks import (
     Outcome,
@@ -169,7 +170,7 @@ def reference_of(model: nn.Module, inputs: Any, seed: int) -> Reference:
     twin = copy.deepcopy(fresh)
     args, kwargs = call_for(twin, inputs, BATCH, LENGTH)
     if inputs is None:
-        args, kwargs = _random_ids(twin, args, kwargs, generator)
+        args, kwargs = random_ids(twin, (args, kwargs), generator)
     call = (args, kwargs)
     called: set[str] = set()
     handles = [
@@ -192,23 +193,6 @@ def _unhide(model: nn.Module, generator: torch.Generator) -> None:
             if bool((flat == flat[0]).all()):
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(0.05 * noise.to(parameter.dtype))
-
-
-def _random_ids(
-    model: nn.Module, args: Any, kwargs: Any, generator: torch.Generator
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Zeros stand for token ids where nothing was given: random ones instead."""
-    tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
-    vocab = getattr(getattr(model, "config", None), "vocab_size", None) or next(tables, 2)
-
-    def drawn(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        if x.is_floating_point():
-            return torch.randn(x.shape, generator=generator)
-        return torch.randint(min(2, vocab - 1), vocab, x.shape, generator=generator)
-
-    return tuple(drawn(x) for x in args), {k: drawn(x) for k, x in kwargs.items()}
 
 
 def _check(
@@ -320,26 +304,12 @@ def _diverged(
         f"{output_error:.1e}, gradients by {gradient_error:.1e} (worst: {parameter or 'none'})"
     )
     if divergence is not None:
-        rule = _rule_near(compiled, divergence.module)
+        rule = rule_near(compiled, divergence.module)
         message += f"\nfirst to diverge: {divergence.describe()}"
         if rule is not None:
             message += f"\nlikely rule: {os.path.basename(rule.position.file)}:{rule.position.line}"
             message += f": {rule.pattern.text}: {rule.style}"
     return VerificationError(message, divergence)
-
-
-def _rule_near(compiled: CompiledPlan, path: str) -> Rule | None:
-    """The rule on a module, or the first one inside it, or around it."""
-    own = compiled.modules.get(path)
-    if own is not None and own.rule is not None:
-        return own.rule
-    inside = (m.rule for p, m in compiled.modules.items() if p.startswith(f"{path}.") and m.rule)
-    found = next(inside, None)
-    while found is None and path:
-        path = path.rpartition(".")[0]
-        around = compiled.modules.get(path)
-        found = None if around is None else around.rule
-    return found
 
 
 def describe(result: Verification) -> str:

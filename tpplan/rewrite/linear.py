@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.nn.functional as F
 
 from tpplan.comm import join, reduce_out, scatter_out
 from tpplan.rewrite.lowered import Lowered
@@ -16,7 +15,7 @@ class Colwise(Lowered):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, *bias = self._locals()
-        return F.linear(input, weight.t() if self._tpplan.plan.transposed else weight, *bias)
+        return self._tpplan_project(input, weight.t() if self._tpplan.plan.transposed else weight, *bias)
 
 
 class Rowwise(Lowered):
@@ -28,7 +27,7 @@ class Rowwise(Lowered):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
         weight, *bias = self._locals()
-        partial = F.linear(input, weight.t() if state.plan.transposed else weight)
+        partial = self._tpplan_project(input, weight.t() if state.plan.transposed else weight)
         return reduced(self, partial, bias)
 
 
@@ -39,7 +38,7 @@ class RowwiseScattered(Lowered):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
         weight, *bias = self._locals()
-        partial = F.linear(input, weight.t() if state.plan.transposed else weight)
+        partial = self._tpplan_project(input, weight.t() if state.plan.transposed else weight)
         out = scatter_out(partial, partial.dim() - 1, state.transition)
         first = out.size(-1) * state.stream.group.rank
         for whole in bias:
@@ -58,7 +57,7 @@ class RowwiseTogether(Rowwise):
         state = self._tpplan
         stream, partners = state.stream, state.plan.together
         weight, *bias = self._locals()
-        partial = F.linear(input, weight.t() if state.plan.transposed else weight)
+        partial = self._tpplan_project(input, weight.t() if state.plan.transposed else weight)
         kept, biases = stream.shared.pop(partners, (None, ()))
         if kept is not None:
             partial = kept + partial

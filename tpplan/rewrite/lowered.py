@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -75,6 +76,16 @@ class Lowered(nn.Module):
     def _locals(self) -> Sequence[torch.Tensor]:
         state = self._tpplan
         return state.own.read(self, state.stream)
+
+    def _tpplan_project(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``x`` (..., in) times ``weight`` (out, in): every product by a weight goes through here."""
+        return F.linear(x, weight, bias)
+
+    def _tpplan_widen(self, rows: torch.Tensor) -> torch.Tensor:
+        """What a table gives for rows of its weight."""
+        return rows
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # what a conversion leaves behind is installed anew, and the old local tensors let go

@@ -300,9 +300,10 @@ class SequenceEmbedding(Lowered, nn.Embedding):
         stream = state.stream
         (weight,) = self._locals()
         if not stream.sequence_parallel or stream.length is not None:
-            return F.embedding(input, weight, self.padding_idx)
+            return self._tpplan_widen(F.embedding(input, weight, self.padding_idx))
         dim, length = input.dim() - 1, input.size(-1)
-        own = F.embedding(split(input, dim, state.transition), weight, self.padding_idx)
+        rows = F.embedding(split(input, dim, state.transition), weight, self.padding_idx)
+        own = self._tpplan_widen(rows)
         if stream.inside:
             return stream.to_global(own, length, dim)
         return join(own, dim, length, state.transition)

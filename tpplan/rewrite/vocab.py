@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tpplan.comm import chunk, join, reduce_out, scatter_out
@@ -45,8 +44,8 @@ class VocabEmbedding(Lowered, nn.Embedding):
         known = (ids >= 0) & (ids < self.num_embeddings)
         if "embedding" in stream.fused:
             torch._assert_async(known.all())
-            return look_up(ids, weight, first, self.padding_idx)
-        return reference(ids, weight, first, self.padding_idx, known)
+            return self._tpplan_widen(look_up(ids, weight, first, self.padding_idx))
+        return self._tpplan_widen(reference(ids, weight, first, self.padding_idx, known))
 
 
 class VocabHead(Lowered):
@@ -62,7 +61,7 @@ class VocabHead(Lowered):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
         stream = state.stream
-        logits = F.linear(input, *self._locals())
+        logits = self._tpplan_project(input, *self._locals())
         last = logits.dim() - 1
         output = state.plan.options.get("output")
         compiling = torch.compiler.is_compiling()

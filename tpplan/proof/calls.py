@@ -1,0 +1,79 @@
+"""Calls of a model: the one it is proved with, another length, larger numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def random_ids(model: nn.Module, call: Call, generator: torch.Generator) -> Call:
+    """``call`` with random numbers, and ids that the model knows, for the zeros that stand in it."""
+    tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+    vocab = getattr(getattr(model, "config", None), "vocab_size", None) or next(tables, 2)
+
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        if x.is_floating_point():
+            return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        return torch.randint(min(2, vocab - 1), vocab, x.shape, generator=generator)
+
+    return tree_map_only(torch.Tensor, drawn, call)  # type: ignore[no-any-return]
+
+
+def length_of(call: Call, dim: int) -> int:
+    """The size along the sequence dimension of the first tensor that has one, 0 without any."""
+    tensors = (t for t in tree_leaves(call) if isinstance(t, torch.Tensor) and t.dim() >= 2)
+    return next((int(t.size(dim)) for t in tensors if t.dim() > dim), 0)
+
+
+def resized(call: Call, dim: int, length: int, wanted: int) -> Call:
+    """``call`` with its sequences, ``length`` long along ``dim``, ``wanted`` long."""
+
+    def sequences(t: torch.Tensor) -> set[int]:
+        last = t.dim() - 1
+        found = {d for d in (dim,) if d < t.dim() and t.size(d) == length}
+        if t.dim() == 1 or not t.is_floating_point():
+            found |= {d for d in range(t.dim()) if t.size(d) == length and (d or not found)}
+        if last > 0 and t.size(last) == t.size(last - 1) == length:  # a mask
+            found |= {last - 1, last}
+        return found
+
+    def grown(t: torch.Tensor) -> torch.Tensor:
+        for d in sequences(t):
+            t = t.index_select(d, torch.arange(wanted) % length)
+        return t
+
+    return tree_map_only(torch.Tensor, grown, call)  # type: ignore[no-any-return]
+
+
+def other_lengths(length: int, tp: int) -> list[int]:
+    """Lengths that ``tp`` does not divide, the first longer than ``length``."""
+    longer = 2 * length + 1 if length <= 32 else length + 1
+    return [n for n in (longer, longer + 1, length - 1, length - 2) if n > 0 and n % tp]
+
+
+def loud(call: Call, factor: float) -> Call:
+    """``call`` with its floating tensors times ``factor``; masks, which are not finite, as they are."""
+
+    def louder(t: torch.Tensor) -> torch.Tensor:
+        return t * factor if t.is_floating_point() and bool(t.isfinite().all()) else t
+
+    return tree_map_only(torch.Tensor, louder, call)  # type: ignore[no-any-return]
+
+
+def drawn_where_alike(call: Call, generator: torch.Generator) -> Call:
+    """A user's call; activations that are all the same number, which hides mistakes, are drawn."""
+
+    def stirred(t: torch.Tensor) -> torch.Tensor:
+        if not t.is_floating_point() or t.dim() < 3 or not t.numel():
+            return t
+        if not bool((t == t.flatten()[0]).all()) or not bool(t.isfinite().all()):
+            return t
+        return torch.randn(t.shape, generator=generator, dtype=t.dtype)
+
+    return tree_map_only(torch.Tensor, stirred, call)  # type: ignore[no-any-return]

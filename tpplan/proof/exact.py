@@ -1,0 +1,137 @@
+"""Runs in which nothing but a mistake can make two results differ.
+
+Every floating tensor is float64, whatever the model's code asks for, and what it draws at random
+is the same number everywhere: then a rank's part of something is exactly that part of the whole,
+in training as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+_WIDER = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+_CASTS = {
+    torch.Tensor.float: torch.Tensor.double,
+    torch.Tensor.half: torch.Tensor.double,
+    torch.Tensor.bfloat16: torch.Tensor.double,
+    torch.Tensor.cfloat: torch.Tensor.cdouble,
+}
+_DROPOUTS = frozenset(
+    {
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        torch.dropout,
+        torch.dropout_,
+        torch.alpha_dropout,
+        torch.feature_dropout,
+        torch.feature_alpha_dropout,
+    }
+)
+# where attention functions take the probability of their dropout
+_PROBABILITIES = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
+
+
+def _halves(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.full_like(x, 0.5)
+
+
+def _filled(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return x.fill_(0.5)
+
+
+def _sized(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def drawn(*size: Any, generator: Any = None, **kwargs: Any) -> torch.Tensor:
+        return make(*size, **kwargs).fill_(0.5)
+
+    return drawn
+
+
+def _ints(*args: Any, generator: Any = None, **kwargs: Any) -> torch.Tensor:
+    low, size = (args[0], args[2]) if len(args) > 2 else (0, args[1])
+    return torch.full(size, low, **{"dtype": torch.long, **kwargs})
+
+
+def _tossed(x: torch.Tensor, p: Any = None, **_: Any) -> torch.Tensor:
+    odds = x if p is None else torch.full_like(x, p)
+    return (odds > 0.5).to(x.dtype)
+
+
+_DRAWS: Mapping[Any, Callable[..., Any]] = {
+    torch.rand: _sized(torch.zeros),
+    torch.randn: _sized(torch.zeros),
+    torch.rand_like: _halves,
+    torch.randn_like: _halves,
+    torch.bernoulli: _tossed,
+    torch.Tensor.bernoulli: _tossed,
+    torch.Tensor.bernoulli_: lambda x, p=0.5, **_: x.fill_(
+        (p > 0.5) if isinstance(p, torch.Tensor) else float(p > 0.5)
+    ),
+    torch.randint: _ints,
+    torch.randint_like: lambda x, *bounds, **_: torch.zeros_like(x),
+    torch.randperm: lambda n, generator=None, **kwargs: torch.arange(n, **kwargs),
+    torch.multinomial: lambda x, n, *_, **__: x.argsort(-1, descending=True)[..., :n],
+    torch.Tensor.multinomial: lambda x, n, *_, **__: x.argsort(-1, descending=True)[..., :n],
+    torch.Tensor.uniform_: _filled,
+    torch.Tensor.normal_: _filled,
+    torch.Tensor.exponential_: _filled,
+    torch.normal: lambda mean, *_, **__: mean + 0.5,
+}
+
+
+class _Exact(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func in _PROBABILITIES:
+            args, kwargs = _without_dropout(_PROBABILITIES[func], args, kwargs)
+        func = _CASTS.get(func, func)
+        if any(isinstance(a, torch.dtype) for a in args):
+            args = tuple(_WIDER.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
+        if kwargs.get("dtype") in _WIDER:
+            kwargs = {**kwargs, "dtype": _WIDER[kwargs["dtype"]]}
+        out = _DRAWS.get(func, func)(*args, **kwargs)
+        return _widened(out) if isinstance(out, torch.Tensor) else out
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    wider = _WIDER.get(x.dtype)
+    return x if wider is None else x.to(wider)
+
+
+def _without_dropout(
+    at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    if len(args) > at:
+        return (*args[:at], 0.0, *args[at + 1 :]), kwargs
+    return args, {**kwargs, "dropout_p": 0.0}
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """Within it, this thread computes in float64 and draws the same number always."""
+    with _Exact():
+        yield
+
+
+def widened(values: Any) -> Any:
+    """``values`` with every floating tensor in it in float64."""
+    return tree_map_only(torch.Tensor, _widened, values)

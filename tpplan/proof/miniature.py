@@ -1,0 +1,292 @@
+"""A model that computes what the user's does, on numbers of its own, at a cost that does not grow.
+
+The modules are copies of the user's, hooks included. Small tensors have random values in float64;
+a large matrix has few rows or columns, whichever no rank cuts, and a fixed random factor beside it
+that makes up for the size: its product is a product by a matrix of low rank, cut over the ranks as
+the large one would be. Of equal elements of the stack two and the last are run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from tpplan.layout import Rows
+from tpplan.language import FrozenMap
+from tpplan.planner import CompiledPlan, Element, ModulePlan
+from tpplan.planner.likeness import identity
+from tpplan.planner.replay import taken
+
+_LARGE = 2**16
+_RANK = 8
+# numbers of float64 that a proof may hold: 2 GiB
+_MOST = 2**28
+
+
+class Thin:
+    """A product by a matrix of low rank, of which one factor is fixed and the other a parameter.
+
+    Attributes:
+        factor: (in, rank) where it comes before the parameter, (rank, out) where it comes after.
+        transposed: whether the parameter is stored (in, out).
+    """
+
+    def __init__(self, factor: torch.Tensor, before: bool, transposed: bool) -> None:
+        self.factor, self.before, self.transposed = factor, before, transposed
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``x`` (..., in) times ``weight``, (out, rank) or (rank, in), and the factor."""
+        out = F.linear(x @ self.factor, weight) if self.before else F.linear(x, weight) @ self.factor
+        return out if bias is None else out + bias
+
+
+class Wide:
+    """Rows of a table, each a few numbers, made as wide as they are."""
+
+    def __init__(self, factor: torch.Tensor) -> None:
+        self.factor = factor
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """(..., rank) to (..., width)."""
+        return rows @ self.factor
+
+
+class Passing:
+    """The forward of an element that is not run: the stream as it came, the rest as it was before.
+
+    ``last``: what an element like it gave.
+    """
+
+    def __init__(self, element: Element, last: list[Any]) -> None:
+        self.element, self.last = element, last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the caller of the element gets."""
+        stream = taken(self.element.argument, args, kwargs)
+        if self.element.output is None:
+            return stream
+        items = list(self.last[0])
+        items[self.element.output] = stream
+        return type(self.last[0])(items)
+
+
+class _Kept:
+    """A forward hook that keeps what an element gave."""
+
+    def __init__(self, last: list[Any]) -> None:
+        self.last = last
+
+    def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.last[:] = [out]
+
+
+class TooLargeError(ValueError):
+    """The model holds tensors that no factor can stand for."""
+
+
+def miniature(
+    model: nn.Module, compiled: CompiledPlan, skip: bool = True, thin: bool = True
+) -> tuple[nn.Module, CompiledPlan]:
+    """A model to prove ``compiled`` on, and the plan for it; ``model`` is not changed.
+
+    Args:
+        skip: whether equal elements of the stack are passed by.
+        thin: whether large matrices have a low rank.
+
+    Raises:
+        TooLargeError: where it would not fit.
+    """
+    generator = torch.Generator().manual_seed(0)
+    skipped, lasts = _skipped(model, compiled) if skip else ({}, {})
+    memo: dict[int, Any] = {}
+    for path, last in skipped.items():
+        original = model.get_submodule(path)
+        element = compiled.modules[path].element
+        assert element is not None
+        memo[id(original)] = _passing(original, element, last)
+    modules = {
+        path: module
+        for path, module in model.named_modules()
+        if not any(path == s or path.startswith(f"{s}.") for s in skipped)
+    }
+    narrow = _thin(modules, compiled) if thin else {}
+    budget = _MOST
+    for module in modules.values():
+        for table in (module._parameters, module._buffers, vars(module)):
+            for value in table.values():
+                if not isinstance(value, torch.Tensor) or id(value) in memo:
+                    continue
+                dim = narrow.get(id(value)) if isinstance(value, nn.Parameter) else None
+                budget -= value.numel() if dim is None else value.numel() // value.shape[dim]
+                if budget < 0:
+                    raise TooLargeError("its tensors are too large to compute with")
+                memo[id(value)] = _twin(value, dim, generator)
+    twin_model = copy.deepcopy(model, memo)
+    for path, module in modules.items():
+        _factor(module, twin_model.get_submodule(path), compiled.modules.get(path), narrow, generator)
+    for path, last in lasts.items():
+        twin_model.get_submodule(path).register_forward_hook(_Kept(last))
+    plans = {
+        path: replace(plan, kernel=None)
+        for path, plan in compiled.modules.items()
+        if path in modules
+    }
+    kernels = dict.fromkeys(compiled.kernels, "torch")
+    return twin_model, replace(compiled, modules=FrozenMap(plans), kernels=FrozenMap(kernels))
+
+
+def _skipped(
+    model: nn.Module, compiled: CompiledPlan
+) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """The elements that are passed by, and those whose results they give, with where they are."""
+    rules = {path: plan.rule for path, plan in compiled.modules.items() if plan.rule is not None}
+    alike: dict[Any, list[str]] = {}
+    for path, plan in compiled.modules.items():
+        if plan.element is not None and path:
+            key = (identity(model.get_submodule(path), path, rules), plan.element)
+            alike.setdefault(key, []).append(path)
+    skipped: dict[str, list[Any]] = {}
+    lasts: dict[str, list[Any]] = {}
+    for paths in alike.values():
+        if len(paths) > 3:
+            last: list[Any] = []
+            skipped.update((path, last) for path in paths[2:-1])
+            lasts[paths[1]] = last
+    return skipped, lasts
+
+
+def _passing(module: nn.Module, element: Element, last: list[Any]) -> nn.Module:
+    twin = copy.copy(module)
+    for table in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"):
+        object.__setattr__(twin, table, type(vars(module)[table])())
+    twin.forward = Passing(element, last)  # type: ignore[method-assign]
+    return twin
+
+
+def _thin(modules: Mapping[str, nn.Module], compiled: CompiledPlan) -> dict[int, int]:
+    """The large matrices that can be thin, by identity: along which dimension."""
+    wanted: dict[int, set[int | None]] = {}
+    for path, module in modules.items():
+        plan = compiled.modules.get(path)
+        around = compiled.modules.get(path.rpartition(".")[0])
+        apart = around is not None and around.multihead  # which reads its projection's weight
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() == 2 and parameter.numel() > _LARGE:
+                dim = None
+                if leaf == "weight" and not apart:
+                    name = f"{path}.{leaf}" if path else leaf
+                    dim = _uncut(module, plan, compiled.parameter(name).placement)
+                wanted.setdefault(id(parameter), set()).add(dim)
+    return {key: dims.pop() for key, dims in wanted.items() if len(dims) == 1 and None not in dims}  # type: ignore[misc]
+
+
+def _uncut(module: nn.Module, plan: ModulePlan | None, placement: Placement) -> int | None:
+    """The dimension of a module's weight that no rank cuts; None where it is not a mere product."""
+    cut = placement.dim if isinstance(placement, Shard | Rows) else 0
+    if isinstance(module, nn.Embedding):
+        return 1 if cut == 0 else None
+    product = type(module).forward is nn.Linear.forward
+    planned = plan is not None and (plan.projection or plan.style in ("rowwise", "vocab"))
+    return 1 - cut if product or planned else None
+
+
+def _factor(
+    module: nn.Module,
+    twin: nn.Module,
+    plan: ModulePlan | None,
+    thin: Mapping[int, int],
+    generator: torch.Generator,
+) -> None:
+    weight = module._parameters.get("weight")
+    dim = thin.get(id(weight))
+    if dim is None or weight is None:
+        return
+
+    def drawn(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator, dtype=torch.float64) / rows**0.5
+
+    size = weight.shape[dim]
+    if isinstance(module, nn.Embedding):
+        vars(twin)["_tpplan_widen"] = Wide(drawn(_RANK, size))
+        return
+    transposed = plan is not None and plan.transposed
+    before = dim == (0 if transposed else 1)
+    factor = drawn(size, _RANK) if before else drawn(_RANK, size)
+    vars(twin)["_tpplan_project"] = Thin(factor, before, transposed)
+
+
+def _twin(value: torch.Tensor, dim: int | None, generator: torch.Generator) -> torch.Tensor:
+    """A tensor of the same kind with numbers of its own, thin along ``dim``."""
+    if not isinstance(value, nn.Parameter):
+        return _copied(value, generator)
+    shape = list(value.shape)
+    if dim is not None:
+        shape[dim] = _RANK
+    if not (value.is_floating_point() or value.is_complex()):
+        return nn.Parameter(_copied(value, generator), requires_grad=False)
+    dtype = torch.complex128 if value.is_complex() else torch.float64
+    if value.dim() >= 2:
+        drawn = torch.randn(shape, generator=generator, dtype=dtype)
+        drawn /= max(1, drawn.numel() // shape[0]) ** 0.5
+    else:
+        drawn = torch.rand(shape, generator=generator, dtype=dtype) + 0.5
+    twin = nn.Parameter(drawn, requires_grad=value.requires_grad)
+    vars(twin).update(vars(value))
+    for hook in (value._backward_hooks or {}).values():
+        if value.requires_grad:
+            twin.register_hook(hook)
+    return twin
+
+
+def _copied(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The values of a buffer, or likely ones where it is on the meta device."""
+    if not value.is_meta:
+        local = value.detach().cpu().clone()
+        if local.is_complex():
+            return local.to(torch.complex128)
+        return local.double() if local.is_floating_point() else local
+    if value.is_floating_point():
+        return torch.rand(value.shape, generator=generator, dtype=torch.float64)
+    if value.dtype == torch.bool:
+        return torch.ones(value.shape, dtype=torch.bool)
+    last = value.shape[-1] if value.dim() else 1
+    return torch.arange(last).to(value.dtype).expand(value.shape).clone()
+
+
+def unsharded(model: nn.Module) -> nn.Module:
+    """A copy whose thin modules compute by themselves: the model before any rank has a part."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if "_tpplan_project" in vars(module):
+            module.__class__ = type(type(module).__name__, (_Product, type(module)), {})
+        elif "_tpplan_widen" in vars(module):
+            own = () if type(module) is nn.Embedding else (type(module),)
+            module.__class__ = type(type(module).__name__, (*own, _Table), {})
+    return twin
+
+
+class _Product(nn.Module):
+    _tpplan_project: Thin
+    bias: torch.Tensor | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = self._parameters["weight"]
+        assert weight is not None
+        weight = weight.t() if self._tpplan_project.transposed else weight
+        return self._tpplan_project(input, weight, self._parameters.get("bias"))
+
+
+class _Table(nn.Embedding):
+    _tpplan_widen: Wide
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self._tpplan_widen(F.embedding(input, self.weight, self.padding_idx))

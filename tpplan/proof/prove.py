@@ -1,0 +1,204 @@
+"""The proof of a compiled plan: the rewritten model itself, run on every rank before it is used.
+
+A miniature of the model is rewritten as the model will be, on simulated ranks, and run forward and
+backward beside the unsharded one: in evaluation and in training, at two lengths of which tp
+divides one, on small and large numbers, one step after the other. Every output, every gradient
+and every buffer must be the same, in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpplan.compat import quiet, simulate, unfused
+from tpplan.language import Diagnostic, PlanError
+from tpplan.planner import CompiledPlan
+from tpplan.planner.match import fold
+from tpplan.planner.shadow import call_for, shortened
+from tpplan.proof.calls import (
+    drawn_where_alike,
+    length_of,
+    loud,
+    other_lengths,
+    random_ids,
+    resized,
+)
+from tpplan.proof.exact import exact, widened
+from tpplan.proof.locate import Divergence, compare, rule_near, watched
+from tpplan.proof.miniature import TooLargeError, miniature, unsharded
+from tpplan.proof.step import Result, Scene, step, worst
+from tpplan.rewrite import apply
+
+_LOUD = 30.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where a rank departs from the unsharded model."""
+
+    scene: Scene
+    rank: int
+    what: str
+    error: float
+
+
+def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
+    """Run ``compiled`` on simulated ranks and compare; ``model`` is not changed.
+
+    Args:
+        inputs: a call the model accepts, where token ids are not one.
+
+    Raises:
+        PlanError: naming what differs first, and the rule that is likely to blame.
+    """
+    if compiled.tp == 1:
+        return
+    with torch.random.fork_rng(devices=[]), quiet(), unfused():
+        _prove(model, compiled, inputs)
+
+
+def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
+    small, plan, scenes, expected = _staged(model, compiled, inputs)
+    try:
+        found = simulate(plan.tp, lambda mesh: _on_rank(mesh, small, plan, scenes, expected))
+    except Exception as error:
+        raise _failed(plan, error) from error
+    departed = [finding for finding in found if finding is not None]
+    if departed:
+        first = min(departed, key=lambda f: scenes.index(f.scene))
+        raise _departed(small, plan, scenes, first)
+
+
+def _staged(
+    model: nn.Module, compiled: CompiledPlan, inputs: Any
+) -> tuple[nn.Module, CompiledPlan, list[Scene], list[Result]]:
+    """The smallest model that runs: some code reads the weight of another module, or a layer's."""
+    failure: Exception | None = None
+    for skip, thin in ((True, True), (False, True), (False, False)):
+        try:
+            small, plan = miniature(model, compiled, skip, thin)
+            scenes, expected = _played(model, small, compiled, inputs)
+        except Exception as error:
+            failure = failure or error
+            continue
+        return small, plan, scenes, expected
+    message = f"the model cannot be run on random numbers: {type(failure).__name__}: {failure}"
+    hint = "give inputs= with which the model's forward can be called"
+    position = compiled.plan.rules[0].position
+    raise PlanError([Diagnostic(message, position, hint)]) from failure
+
+
+def _played(
+    model: nn.Module, small: nn.Module, compiled: CompiledPlan, inputs: Any
+) -> tuple[list[Scene], list[Result]]:
+    """The steps that the unsharded model can take, and what they give; the first one it must."""
+    generator = torch.Generator().manual_seed(1)
+    call = shortened(call_for(model, inputs))
+    if inputs is None:
+        call = random_ids(small, call, generator)
+    call = widened(drawn_where_alike(call, generator))
+    dim = compiled.plan.sequence_dim
+    length = length_of(call, dim)
+    twin = unsharded(small)
+    scenes: list[Scene] = []
+    results: list[Result] = []
+
+    def play(scene: Scene) -> None:
+        with exact():
+            result = step(twin, scene, len(scenes), None)
+        if all(bool(t.isfinite().all()) for t in result.outputs.values()):
+            scenes.append(scene)
+            results.append(result)
+
+    def plays(scene: Scene) -> bool:
+        try:
+            play(scene)
+        except Exception:  # what the model refuses, no user runs
+            return False
+        return True
+
+    play(Scene("in evaluation", call))
+    longer = call
+    for other in other_lengths(length, compiled.tp) if length else ():
+        tried = resized(call, dim, length, other)
+        if plays(Scene(f"at length {other}", tried)):
+            longer = tried
+            break
+    plays(Scene("in training", longer, training=True))
+    plays(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
+    return scenes, results
+
+
+def _on_rank(
+    mesh: DeviceMesh,
+    small: nn.Module,
+    compiled: CompiledPlan,
+    scenes: Sequence[Scene],
+    expected: Sequence[Result],
+) -> Finding | None:
+    model = copy.deepcopy(small)
+    rank = mesh.get_local_rank()
+    with exact():
+        apply(model, compiled, mesh, src_data_rank=None)
+        for seed, (scene, due) in enumerate(zip(scenes, expected, strict=True)):
+            got = step(model, scene, seed, due)
+            found = worst(due, got, rank, compiled.tp)
+            if found is not None:
+                return Finding(scene, rank, *found)
+    return None
+
+
+def _failed(compiled: CompiledPlan, error: Exception) -> PlanError:
+    text = (str(error).strip().splitlines() or [""])[0]
+    message = f"the rewritten model fails on {compiled.tp} ranks: {type(error).__name__}: {text}"
+    hint = "'tpplan explain' says what was inferred; see also docs/proved.md"
+    return PlanError([Diagnostic(message, compiled.plan.rules[0].position, hint)])
+
+
+def _departed(
+    small: nn.Module, compiled: CompiledPlan, scenes: Sequence[Scene], finding: Finding
+) -> PlanError:
+    """What differs, and where it starts: found by running once more with every module watched."""
+    played = scenes[: scenes.index(finding.scene) + 1]
+
+    def run(model: nn.Module) -> None:
+        for seed, scene in enumerate(played):
+            step(model, scene, seed, None)
+
+    def on_rank(mesh: DeviceMesh) -> tuple[int, Divergence] | None:
+        model = copy.deepcopy(small)
+        with exact():
+            apply(model, compiled, mesh, src_data_rank=None)
+            got = watched(model, compiled, run)
+        return compare(expected, got, compiled, mesh.get_local_rank())
+
+    with exact():
+        expected = watched(unsharded(small), compiled, run)
+    try:
+        found = [f for f in simulate(compiled.tp, on_rank) if f is not None]
+    except Exception:  # collectives that only the comparison makes
+        found = []
+    first = min(found, key=lambda f: f[0], default=(0, None))[1]
+    if first is not None:
+        path, what = first.module, first.describe()
+    else:
+        path = finding.what.rpartition(" ")[2].rpartition(".")[0]
+        what = f"{finding.what} (by {finding.error:.1e})"
+    rule = rule_near(compiled, path) or compiled.plan.rules[0]
+    where = f"{fold([path])}: " if path else "the model itself: "
+    message = (
+        f"{where}on {compiled.tp} ranks it computes something else than whole: {what} "
+        f"differs {finding.scene.what}, on rank {finding.rank}"
+    )
+    hint = (
+        "its code does with a rank's part what needs the whole, or the plan cuts it otherwise than "
+        "the code does; leave it out of the plan, or say 'replicate'; see docs/proved.md"
+    )
+    return PlanError([Diagnostic(message, rule.position, hint)])

@@ -1,0 +1,173 @@
+"""One step of a proof: forward, backward, and what of it a rank must have."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from tpplan.compat import local_of
+from tpplan.layout import Rows
+from tpplan.proof.calls import Call
+
+TOLERANCE = 1e-7
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One step: what the model is called with, and in which mode."""
+
+    what: str
+    call: Call
+    training: bool = False
+    scale: float = 1.0
+
+
+@dataclass
+class Result:
+    """What a step gave: outputs by place, gradients of parameters and inputs, buffers after it."""
+
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    inputs: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def step(model: nn.Module, scene: Scene, seed: int, due: Result | None) -> Result:
+    """Forward and backward; the objective weighs every element of every output differently.
+
+    ``due``: what the unsharded model gave, on a rank.
+    """
+    model.train(scene.training)
+    model.zero_grad(set_to_none=True)
+    args, kwargs, given = _leaves_of(scene.call)
+    if scene.scale != 1.0 and not given:
+        _scale_tables(model, scene.scale)
+    result = Result()
+    result.outputs = dict(_tensors(model(*args, **kwargs), ""))
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for place, out in (due or result).outputs.items():
+        ours = result.outputs.get(place)
+        weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        if ours is not None and ours.requires_grad:
+            ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+            if ours.shape == out.shape:
+                parts.append((ours * weights).sum().real)
+    if parts:
+        torch.stack(parts).sum().backward()
+    result.outputs = {place: out.detach() for place, out in result.outputs.items()}
+    result.gradients = {name: p.grad for name, p in model.named_parameters()}
+    result.inputs = {name: leaf.grad for name, leaf in given.items()}
+    result.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    return result
+
+
+def _scale_tables(model: nn.Module, factor: float) -> None:
+    """Larger activations where a model is given ids: those that it looks up."""
+    tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    with torch.no_grad():
+        for table in tables.values():
+            table.mul_(factor)
+
+
+def _leaves_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
+    """A copy of the call whose floating tensors want gradients, and those, by place."""
+    given: dict[str, torch.Tensor] = {}
+
+    def fresh(x: Any, place: str) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return copy.deepcopy(x)
+        leaf = x.detach().clone()
+        if leaf.is_floating_point() and leaf.dim() > 1:
+            given[place] = leaf.requires_grad_()
+        return leaf
+
+    args = tuple(fresh(x, f"argument {i}") for i, x in enumerate(call[0]))
+    return args, {name: fresh(x, f"'{name}'") for name, x in call[1].items()}, given
+
+
+def _tensors(value: Any, place: str) -> Iterable[tuple[str, torch.Tensor]]:
+    """Every tensor of an output, with where it is."""
+    if isinstance(value, torch.Tensor):
+        yield place or "the output", value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, f"{place}[{key!r}]" if place else f"output {key!r}")
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from _tensors(item, f"{place}[{i}]" if place else f"output {i}")
+    elif hasattr(value, "__dataclass_fields__"):
+        yield from _tensors({n: getattr(value, n) for n in value.__dataclass_fields__}, place)
+
+
+def worst(due: Result, got: Result, rank: int, tp: int) -> tuple[str, float] | None:
+    """The first thing that differs, and by how much; outputs before gradients."""
+    for place, whole in due.outputs.items():
+        ours = got.outputs.get(place)
+        if ours is None:
+            return f"{place} is missing", float("inf")
+        error = _error(whole, ours, float(_largest(whole)), rank, tp)
+        if not error <= TOLERANCE:
+            return f"{place}", error
+    gradients = [g for g in (*due.gradients.values(), *due.inputs.values()) if g is not None]
+    largest = max((float(_largest(g)) for g in gradients), default=0.0)
+    for kind in ("gradients", "inputs"):
+        theirs, ours_ = getattr(due, kind), getattr(got, kind)
+        for name, whole in theirs.items():
+            error = _gradient_error(whole, ours_.get(name), largest, rank, tp)
+            if not error <= TOLERANCE:
+                return f"the gradient of {name}", error
+    for name, whole in due.buffers.items():
+        ours = got.buffers.get(name)
+        if ours is None or ours.shape != whole.shape:
+            continue
+        error = _error(whole, ours, float(_largest(whole)), rank, tp)
+        if not error <= TOLERANCE:
+            return f"the buffer {name} afterwards", error
+    return None
+
+
+def _gradient_error(
+    due: torch.Tensor | None, got: torch.Tensor | None, largest: float, rank: int, tp: int
+) -> float:
+    """By the metric used everywhere: of gradients that cancel to nothing only rounding is left."""
+    if due is None or got is None:
+        present = due if got is None else got
+        return 0.0 if present is None or not float(_largest(present)) else float("inf")
+    return _error(due, got, max(float(_largest(due)), 1e-3 * largest), rank, tp)
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    x = local_of(x) if isinstance(x, DTensor) else x
+    return x.detach().abs().max() if x.numel() else torch.zeros(())
+
+
+def _error(whole: torch.Tensor, ours: torch.Tensor, scale: float, rank: int, tp: int) -> float:
+    """max|Δ| / ``scale`` of what a rank holds of ``whole``."""
+    if whole.shape != ours.shape:
+        return float("inf")
+    if isinstance(ours, DTensor):
+        placement = ours.placements[0]
+        if isinstance(placement, Rows):
+            whole = placement.take(whole, rank)
+        elif isinstance(placement, Shard):
+            rows = -(-whole.size(placement.dim) // tp)
+            start = min(rank * rows, whole.size(placement.dim))
+            stop = min(start + rows, whole.size(placement.dim))
+            whole = whole.narrow(placement.dim, start, stop - start)
+        elif not placement.is_replicate():
+            return _error(whole, ours.full_tensor(), scale, rank, tp)
+        ours = local_of(ours)
+    if not whole.numel():
+        return 0.0
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return 0.0 if torch.equal(whole, ours) else float("inf")
+    same = (whole == ours) | (whole.isnan() & ours.isnan())
+    error = float((whole - ours).abs().masked_fill(same, 0.0).max()) / max(scale, 1e-30)
+    return error if error == error else float("inf")
