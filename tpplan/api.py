@@ -74,6 +74,7 @@ def parallelize(
     *,
     inputs: Any = None,
     src_data_rank: int | None = 0,
+    prove: bool = True,
 ) -> nn.Module:
     """Shard ``model`` in place as ``plan`` says, and return it.
 
@@ -88,6 +89,8 @@ def parallelize(
         inputs: a call the model accepts (a mapping of keyword arguments, a tuple, or a tensor),
             where token ids of shape (batch, sequence) are not one.
         src_data_rank: the rank of the tp group whose values count; None trusts each rank's own.
+        prove: whether the rewritten model is run beside the unsharded one first, on simulated
+            ranks and numbers of its own; see docs/proved.md.
 
     Raises:
         PlanError: with every problem of the plan, the model and their fit.
@@ -102,6 +105,8 @@ def parallelize(
     loaded = load_plan(plan, model)
     compiled = compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs)
     if tp_mesh is not None and tp > 1:
+        if prove:
+            proof.prove_once(model, compiled, tp_mesh, inputs)
         rehearse(model, compiled, tp_mesh, inputs)
     return apply(model, compiled, tp_mesh, src_data_rank)
 
@@ -218,6 +223,7 @@ def check(
     """
     compiled = compile_plan(model, load_plan(plan, model), tp, sequence_parallel, inputs=inputs)
     if tp > 1:
+        proof.prove(model, compiled, inputs)
         with fake_world(tp) as mesh:
             rehearse(model, compiled, mesh, inputs)
     return compiled

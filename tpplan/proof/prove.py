@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -62,6 +63,25 @@ def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
         return
     with torch.random.fork_rng(devices=[]), quiet(), unfused():
         _prove(model, compiled, inputs)
+
+
+def prove_once(
+    model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh, inputs: Any = None
+) -> None:
+    """``prove`` on the first rank of ``mesh``, on behalf of all of them.
+
+    Raises:
+        PlanError: the same on every rank.
+    """
+    told: list[list[Diagnostic] | None] = [None]
+    if mesh.get_local_rank() == 0:
+        try:
+            prove(model, compiled, inputs)
+        except PlanError as error:
+            told = [list(error.diagnostics)]
+    dist.broadcast_object_list(told, group=mesh.get_group(), group_src=0)
+    if told[0] is not None:
+        raise PlanError(told[0])
 
 
 def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
@@ -127,11 +147,12 @@ def _played(
     play(Scene("in evaluation", call))
     longer = call
     for other in other_lengths(length, compiled.tp) if length else ():
-        tried = resized(call, dim, length, other)
-        if plays(Scene(f"at length {other}", tried)):
-            longer = tried
+        longer = resized(call, dim, length, other)
+        if plays(Scene(f"in training, at length {other}", longer, training=True)):
             break
-    plays(Scene("in training", longer, training=True))
+    else:
+        longer = call
+        plays(Scene("in training", call, training=True))
     plays(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
     return scenes, results
 

@@ -30,15 +30,19 @@ class Scene:
 
 @dataclass
 class Result:
-    """What a step gave: outputs by place, gradients of parameters and inputs, buffers after it."""
+    """What a step gave: outputs by place, gradients of parameters and inputs, buffers after it.
+
+    ``weights``: of the outputs in the objective.
+    """
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     inputs: dict[str, torch.Tensor | None] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def step(model: nn.Module, scene: Scene, seed: int, due: Result | None) -> Result:
+def step(model: nn.Module, scene: Scene, seed: int = 0, due: Result | None = None) -> Result:
     """Forward and backward; the objective weighs every element of every output differently.
 
     ``due``: what the unsharded model gave, on a rank.
@@ -48,20 +52,24 @@ def step(model: nn.Module, scene: Scene, seed: int, due: Result | None) -> Resul
     args, kwargs, given = _leaves_of(scene.call)
     if scene.scale != 1.0 and not given:
         _scale_tables(model, scene.scale)
-    result = Result()
-    result.outputs = dict(_tensors(model(*args, **kwargs), ""))
+    found = dict(_tensors(model(*args, **kwargs), ""))
     generator = torch.Generator().manual_seed(seed)
-    parts = []
-    for place, out in (due or result).outputs.items():
-        ours = result.outputs.get(place)
-        weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-        if ours is not None and ours.requires_grad:
-            ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
-            if ours.shape == out.shape:
-                parts.append((ours * weights).sum().real)
-    if parts:
-        torch.stack(parts).sum().backward()
-    result.outputs = {place: out.detach() for place, out in result.outputs.items()}
+    result = Result() if due is None else Result(weights=due.weights)
+    total = None
+    for place, out in found.items():
+        if not out.requires_grad:
+            continue
+        if due is None:
+            drawn = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+            result.weights[place] = drawn
+        weights = result.weights.get(place)
+        out = out.full_tensor() if isinstance(out, DTensor) else out
+        if weights is not None and weights.shape == out.shape:
+            part = (out * weights).sum().real
+            total = part if total is None else total + part
+    if total is not None:
+        total.backward()
+    result.outputs = {place: out.detach() for place, out in found.items()}
     result.gradients = {name: p.grad for name, p in model.named_parameters()}
     result.inputs = {name: leaf.grad for name, leaf in given.items()}
     result.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
@@ -168,6 +176,8 @@ def _error(whole: torch.Tensor, ours: torch.Tensor, scale: float, rank: int, tp:
         return 0.0
     if not (whole.is_floating_point() or whole.is_complex()):
         return 0.0 if torch.equal(whole, ours) else float("inf")
+    error = float((whole - ours).abs().max()) / max(scale, 1e-30)
+    if error == error:
+        return error
     same = (whole == ours) | (whole.isnan() & ours.isnan())
-    error = float((whole - ours).abs().masked_fill(same, 0.0).max()) / max(scale, 1e-30)
-    return error if error == error else float("inf")
+    return 0.0 if bool(same.all()) else float("inf")
