@@ -13,7 +13,7 @@ import pytest
 import tpplan
 from benchmarks import zoo
 from tests.shipped import EVERYTHING, class_of, in_turn, listed, plans
-from tpplan.api import shipped_plans
+from tpplan.shipped import shipped_plans
 
 # plans, and single models, with more collectives than the floor, for reasons the plans state
 ABOVE_THE_FLOOR = {
