@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpplan import proof, report
 from tpplan.compat import fake_world
-from tpplan.language import FrozenMap
+from tpplan.kernels.launch import interpreted
+from tpplan.language import Diagnostic, FrozenMap, PlanError
 from tpplan.planner import CompiledPlan, compile_plan
 from tpplan.planner.kernels import implementations
 from tpplan.proof import Verification
@@ -213,14 +214,19 @@ def verify(
         seed: of the inputs, the objective's weights and what is stirred.
 
     Raises:
-        PlanError: as ``parallelize`` does.
+        PlanError: as ``parallelize`` does; and where Triton's kernels are asked for, and not its
+            interpreter, which alone runs them on a CPU.
         VerificationError: naming the first module whose output or gradient differs.
     """
     model = make_model if isinstance(make_model, nn.Module) else make_model()
     loaded = load_plan(plan, model)
+    wanted = implementations(loaded.kernels, kernels)
+    if "triton" in wanted.values() and not interpreted():
+        message = "kernels: verify runs on the CPU, and Triton's run there in its interpreter only"
+        hint = "set TRITON_INTERPRET=1 before Python starts, or give kernels as 'torch'"
+        raise PlanError([Diagnostic(message, hint=hint)])
     if kernels is not None:
-        wanted = FrozenMap(implementations(loaded.kernels, kernels))
-        loaded = replace(loaded, kernels=wanted)
+        loaded = replace(loaded, kernels=FrozenMap(wanted))
     return proof.verify(
         model,
         loaded,
