@@ -2,15 +2,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# the next Triton, which compiles some kernels otherwise
-TRITON := $(VENV)/triton-3.7.1
+# the Triton before that of constraints.txt, which compiles some kernels otherwise
+TRITON := $(VENV)/triton-3.6.0
 # two ranks of a test already fill two cores
 WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test thorough zoo check aot bench clean
+.PHONY: demo test thorough zoo check aot bench resolve clean
 
 demo: $(READY)
 	$(BIN)/tpplan dry-run llama.yaml --model benchmarks/configs/llama-3.1-8b.json --tp 8 --batch 1 --seq 8192
@@ -43,6 +43,14 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.host_overhead --check
 	$(BIN)/python -m benchmarks.step_time --check
 	$(BIN)/python -m benchmarks.dry_run --check
+
+# whether the public index alone can install what the constraints pin: a local index may hide that
+# it cannot
+resolve:
+	$(PYTHON) -m venv $(VENV)-resolve
+	PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= PIP_EXTRA_INDEX_URL= $(VENV)-resolve/bin/python -m pip install \
+		--dry-run --ignore-installed -q -c constraints.txt -e '.[dev]'
+	rm -rf $(VENV)-resolve
 
 # the constraints pin torch to a build without CUDA where only a CPU is at hand
 $(READY): pyproject.toml constraints.txt

@@ -9,8 +9,8 @@ from functools import cache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks import zoo
-from tpplan.api import shipped_plans
 from tpplan.language import Plan
+from tpplan.shipped import shipped_plans
 
 WAYS = [(tp, sp) for tp in (2, 4) for sp in (False, True)]
 EVERYTHING = os.environ.get("TPPLAN_ZOO") == "all"

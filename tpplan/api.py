@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpplan import proof, report
 from tpplan.compat import fake_world
-from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError, load, parse_mapping
+from tpplan.kernels.launch import interpreted
+from tpplan.language import Diagnostic, FrozenMap, PlanError
 from tpplan.planner import CompiledPlan, compile_plan
 from tpplan.planner.kernels import implementations
 from tpplan.proof import Verification
@@ -24,45 +24,7 @@ from tpplan.report.hardware import DEFAULT, HardwareSource, load_hardware
 from tpplan.report.optimizers import OptimizerSource, optimizer_named
 from tpplan.report.rehearse import rehearse
 from tpplan.rewrite import apply, plan_of
-
-PlanSource = Plan | str | os.PathLike[str] | Mapping[str, Any]
-
-
-def plan_directories() -> list[Path]:
-    """Where shipped plans lie: in the installed package, or beside it in a source tree."""
-    package = Path(__file__).resolve().parent
-    return [d for d in (package / "plans", package.parent / "plans") if d.is_dir()]
-
-
-def shipped_plans() -> list[Plan]:
-    """Every shipped plan, by name."""
-    files = (f for d in plan_directories() for f in sorted(d.glob("*.yaml")))
-    return [load(file, search=plan_directories()) for file in files]
-
-
-def load_plan(source: PlanSource, model: nn.Module | None = None) -> Plan:
-    """A plan from a file, a shipped plan's name, or a mapping with a plan's content.
-
-    Args:
-        source: "auto" chooses the shipped plan that lists the class of ``model``.
-
-    Raises:
-        PlanError: with everything that is wrong in it, by line.
-    """
-    if isinstance(source, Plan):
-        return source
-    if isinstance(source, Mapping):
-        return parse_mapping(source, "<mapping>", search=plan_directories())
-    if source == "auto":
-        if model is None:
-            raise PlanError([Diagnostic("plan 'auto' needs a model to choose by")])
-        names = {cls.__name__ for cls in type(model).__mro__}
-        for plan in shipped_plans():
-            if names & set(plan.models):
-                return plan
-        message = f"no shipped plan lists {type(model).__name__}"
-        raise PlanError([Diagnostic(message, hint="see 'tpplan list', or write a plan")])
-    return load(source, search=plan_directories())
+from tpplan.shipped import PlanSource, load_plan
 
 
 def parallelize(
@@ -258,14 +220,19 @@ def verify(
         seed: of the inputs, the objective's weights and what is stirred.
 
     Raises:
-        PlanError: as ``parallelize`` does.
+        PlanError: as ``parallelize`` does; and where Triton's kernels are asked for, and not its
+            interpreter, which alone runs them on a CPU.
         VerificationError: naming the first module whose output or gradient differs.
     """
     model = make_model if isinstance(make_model, nn.Module) else make_model()
     loaded = load_plan(plan, model)
+    wanted = implementations(loaded.kernels, kernels)
+    if "triton" in wanted.values() and not interpreted():
+        message = "kernels: verify runs on the CPU, and Triton's run there in its interpreter only"
+        hint = "set TRITON_INTERPRET=1 before Python starts, or give kernels as 'torch'"
+        raise PlanError([Diagnostic(message, hint=hint)])
     if kernels is not None:
-        wanted = FrozenMap(implementations(loaded.kernels, kernels))
-        loaded = replace(loaded, kernels=wanted)
+        loaded = replace(loaded, kernels=FrozenMap(wanted))
     return proof.verify(
         model,
         loaded,

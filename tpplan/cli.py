@@ -1,4 +1,7 @@
-"""The command line: ``tpplan dry-run | advise | diff | verify | check | explain | list | show``."""
+"""The command line: ``tpplan dry-run | advise | diff | verify | check | explain | list | show``.
+
+What needs torch, which takes seconds to import, is imported by the commands that need it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.language import PlanError, suggest
 from tpplan.language.styles import KERNEL_CHOICES
+from tpplan.shipped import load_plan, shipped_plans
 
 if TYPE_CHECKING:
     import torch
@@ -275,13 +279,13 @@ def _shown(result: Any, layout: Callable[[Any], Any], file: str | None) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from tpplan.api import check, load_plan
-    from tpplan.models import build
-
     plan = load_plan(args.plan)
     if args.model is None:
         print(f"{plan.name}: fine, {len(plan.rules)} rules; give --model to check it against one")
         return FINE
+    from tpplan.api import check
+    from tpplan.models import build
+
     compiled = check(build(args.model), plan, args.tp, args.sequence_parallel)
     mode = "TP+SP" if compiled.sequence_parallel else "TP"
     print(f"{plan.name}: fits this model at tp {args.tp}, {mode}")
@@ -341,7 +345,6 @@ def _inputs(texts: Sequence[str]) -> dict[str, torch.Tensor]:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from tpplan.api import load_plan
     from tpplan.models import build
     from tpplan.planner import compile_plan
     from tpplan.report import explain
@@ -359,8 +362,6 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from tpplan.api import shipped_plans
-
     for plan in shipped_plans():
         print(f"{plan.name:<16} {plan.description}")
         print(f"{'':<16} {', '.join(plan.models)}")
@@ -368,8 +369,6 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from tpplan.api import load_plan
-
     sys.stdout.write(load_plan(args.plan).text)
     return FINE
 

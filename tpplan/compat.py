@@ -1,6 +1,6 @@
 """Every private or version-dependent torch API that tpplan uses, in one place.
 
-Written against torch 2.13 and meant to work on 2.11 to 2.15: what a release moves or renames is
+Written against torch 2.13 and meant to work on 2.12 to 2.15: what a release moves or renames is
 mended here and nowhere else.
 """
 
@@ -72,6 +72,19 @@ _C10D_TABLES = (
 )
 
 
+def _there(owner: Any, name: str) -> Any:
+    """The attribute of a module or class of torch's that is about to be replaced.
+
+    Torch would not mind one more that it does not read, and nothing would say so.
+    """
+    if name not in vars(owner):
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {owner.__name__}.{name}, which tpplan replaces: "
+            "this version of tpplan is for torch 2.12 to 2.15"
+        )
+    return vars(owner)[name]
+
+
 def local_of(tensor: DTensor) -> torch.Tensor:
     """The shard a DTensor holds on this rank, without autograd (``to_local()`` records a node)."""
     return tensor._local_tensor
@@ -136,7 +149,7 @@ def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    build = vars(_fsdp_param)["_from_local_no_grad"]
+    build = _there(_fsdp_param, "_from_local_no_grad")
     if placement in getattr(build, "placements", ()):
         return
 
@@ -171,12 +184,12 @@ def rehearsed_in(context: contextlib.AbstractContextManager[object]) -> Iterator
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    outer = getattr(ShardingPropagator, "_fake_mode_lock", None)
+    outer = _there(ShardingPropagator, "_fake_mode_lock")
     ShardingPropagator._fake_mode_lock = context  # type: ignore[assignment]
     try:
         yield
     finally:
-        ShardingPropagator._fake_mode_lock = outer or contextlib.nullcontext()  # type: ignore[assignment]
+        ShardingPropagator._fake_mode_lock = outer
 
 
 def dispatch_is_observed() -> bool:
@@ -284,7 +297,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
 
     default = c10d._world.default_pg
     names = dict(c10d._world.pg_names)
-    tables = {key: getattr(c10d, key) for key in _C10D_TABLES if hasattr(c10d, key)}
+    tables = {key: _there(c10d, key) for key in _C10D_TABLES}
     for key, value in tables.items():
         setattr(c10d, key, type(value)())
     for name in names.values():

@@ -17,9 +17,9 @@ from itertools import chain
 import torch
 from torch import nn
 
-from tpplan.api import shipped_plans
 from tpplan.language import Diagnostic, Pattern, PatternError, Plan, PlanError, parse_mapping
 from tpplan.planner.match import fold, folded
+from tpplan.shipped import shipped_plans
 
 Style = str | dict[str, object]
 

@@ -188,6 +188,7 @@ def test_norms_that_kernels_do_not_compute() -> None:
 
 
 def test_who_chooses() -> None:
+    pytest.importorskip("triton")
     plan = {"tpplan": 1, "extends": "llama.yaml", "kernels": {"rms_norm": "torch"}}
     model = hf("Llama", device="meta")
     found = compiled(model, plan)

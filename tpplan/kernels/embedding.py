@@ -28,8 +28,9 @@ def _look_up_kernel(ids, weight, out, w_row, h, v, start, blocks, BLOCK: tl.cons
     columns = program % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < h
     row = tl.load(ids + place).to(tl.int64) - start
-    here = (row >= 0) & (row < v)
-    values = tl.load(weight + row * w_row + columns, mask=inside & here, other=0.0)
+    # no columns of a row that is elsewhere (a block of masks & one mask: not in every Triton)
+    live = columns < tl.where((row >= 0) & (row < v), h, 0)
+    values = tl.load(weight + row * w_row + columns, mask=live, other=0.0)
     tl.store(out + place * h + columns, values, mask=inside)
 
 

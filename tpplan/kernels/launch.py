@@ -25,6 +25,11 @@ def jit(body: Callable[..., None]) -> Any:
     return body if triton is None else triton.jit(body)
 
 
+def importable() -> bool:
+    """Whether there is a Triton at all."""
+    return triton is not None
+
+
 def available() -> bool:
     """Whether Triton can run anything: on a GPU, or under its interpreter."""
     return triton is not None and (torch.cuda.is_available() or interpreted())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tpplan.kernels.launch import importable
 from tpplan.language import Diagnostic, PlanError
 from tpplan.language.diagnostics import did_you_mean
 from tpplan.language.styles import KERNEL_CHOICES, KERNEL_KINDS
@@ -22,7 +23,8 @@ def implementations(
     """The implementation of each kind of kernel: what the caller gave, else what the plan states.
 
     Raises:
-        PlanError: where the caller gave a kind or an implementation that there is not.
+        PlanError: where the caller gave a kind or an implementation that there is not, or Triton
+            is asked for where it cannot be imported: nothing would run what was proved.
     """
     over = dict.fromkeys(KERNEL_KINDS, given) if isinstance(given, str) else dict(given or {})
     for kind, implementation in over.items():
@@ -33,7 +35,12 @@ def implementations(
             message = f"kernels: {kind}: there is no implementation '{implementation}'"
             hint = f"it is one of {', '.join(KERNEL_CHOICES)}"
             raise PlanError([Diagnostic(message, hint=hint)])
-    return dict.fromkeys(KERNEL_KINDS, "auto") | dict(stated) | over
+    wanted = dict.fromkeys(KERNEL_KINDS, "auto") | dict(stated) | over
+    if "triton" in wanted.values() and not importable():
+        message = "kernels: 'triton' is asked for, and there is no triton here to import"
+        hint = "pip install triton, or ask for 'auto' or 'torch'"
+        raise PlanError([Diagnostic(message, hint=hint)])
+    return wanted
 
 
 def choose(
