@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NeedsValuesError = (DataDependentOutputException, DynamicOutputShapeException)
 """What an op raises whose result depends on values that fake tensors do not have."""
@@ -43,14 +44,18 @@ __all__ = [
     "fakes_are_made",
     "has_data",
     "in_backward",
+    "is_held_elsewhere",
     "kept_by_fsdp",
     "local_of",
+    "memory_of",
     "mesh_of",
     "quiet",
     "rehearsed_in",
     "run_when_ready",
     "running_node",
     "sequence_number",
+    "shards_of",
+    "share_hooks",
     "simulate",
     "spec_of",
     "unflattened",
@@ -88,6 +93,59 @@ def _there(owner: Any, name: str) -> Any:
 def local_of(tensor: DTensor) -> torch.Tensor:
     """The shard a DTensor holds on this rank, without autograd (``to_local()`` records a node)."""
     return tensor._local_tensor
+
+
+class _Shards(TorchDispatchMode):
+    """Within it, ``detach`` of a DTensor answers with its shard."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(args[0]._local_tensor)
+
+
+def shards_of(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
+    """The shards of DTensors, outside autograd, each with the version counter of its DTensor.
+
+    What is written to a DTensor bumps the counter of the DTensor alone. Autograd takes what
+    ``detach`` returns for a view of what it was given, so it shares the counter with it: a
+    parameter that is changed before its backward is noticed there.
+    """
+    if torch.compiler.is_compiling():
+        return [t._local_tensor.view_as(t._local_tensor) for t in tensors]
+    with torch.no_grad(), _Shards():
+        return [torch.ops.aten.detach.default(t) for t in tensors]
+
+
+def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Have the hooks of one leaf on another one as well, under the same handles."""
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common whose values lie in the same memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_held_elsewhere(gradient: torch.Tensor) -> bool:
+    """Whether autograd holds on to a gradient that it gave to a function."""
+    return gradient._use_count() > 1  # type: ignore[attr-defined, no-any-return]
+
+
+def _settable_data() -> None:
+    """Let ``parameter.data = value`` reach the shard; as torch has it, a DTensor keeps its own."""
+    plain = vars(torch._C.TensorBase)["data"]
+
+    def set_data(self: DTensor, value: torch.Tensor) -> None:
+        plain.__set__(self, value)
+        if isinstance(value, DTensor):
+            self._local_tensor, self._spec = value._local_tensor, value._spec
+
+    DTensor.data = property(plain.__get__, set_data)  # type: ignore[assignment, method-assign]
+
+
+_settable_data()
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

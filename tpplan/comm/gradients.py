@@ -75,13 +75,13 @@ class _Localize(torch.autograd.Function):
         ctx.specs = [compat.spec_of(p) for p in parameters]
         if torch.compiler.is_compiling():  # which cannot make their gradients from the specs
             ctx.save_for_backward(*(p for p in parameters if isinstance(p, RowsTensor)))
-        locals_ = [compat.local_of(p) for p in parameters]
+        locals_ = compat.shards_of(parameters)
         # every rank must sum the same parameters in the same order
         ctx.zeros = [
             t.new_zeros(()).expand(t.shape) if a else None
             for t, a in zip(locals_, ctx.apart, strict=True)
         ]
-        return tuple(t.view_as(t) for t in locals_)
+        return tuple(locals_)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
@@ -95,11 +95,8 @@ class _Localize(torch.autograd.Function):
             total = coalesced_sum(parts, ctx.group, ctx.site)
             for i, part in zip(due, total, strict=True):
                 local[i] = _with_sum(grads[i], part, ctx.specs[i], ctx.group)  # type: ignore[arg-type]
-        for i, own in enumerate(local):
-            # autograd takes the gradient over as it is, and that of a whole parameter may be the
-            # gradient of another one as well (x + a + b)
-            if own is not None and not ctx.summed[i] and ctx.specs[i].placements[0].is_replicate():
-                local[i] = own.clone()
+        for i in _shared(local, ctx):
+            local[i] = local[i].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
         if torch.compiler.is_compiling():
             return (None, None, None, *_traced(local, ctx.specs, ctx.saved_tensors))
         wrapped = (
@@ -109,9 +106,32 @@ class _Localize(torch.autograd.Function):
         return (None, None, None, *wrapped)
 
 
+def _shared(grads: Sequence[torch.Tensor | None], ctx: Any) -> list[int]:
+    """Which of the gradients may be the memory of more than their own parameter.
+
+    Autograd takes a DTensor that it is given over as the parameter's gradient, and adds to it in
+    place. But what is in it may be the gradient of another parameter as well (x + a + b), or one
+    number that stands for all of them (sum). Only the gradient of a whole parameter can be that
+    of an activation, which anybody may hold.
+    """
+    found, seen = [], set[int]()
+    for i, (grad, summed, spec) in enumerate(zip(grads, ctx.summed, ctx.specs, strict=True)):
+        if grad is None or summed:
+            continue
+        if spec.placements[0].is_replicate():
+            found.append(i)
+        elif not torch.compiler.is_compiling():
+            memory = compat.memory_of(grad)
+            if memory in seen or compat.is_held_elsewhere(grad) or 0 in grad.stride():
+                found.append(i)
+            seen.add(memory)
+    return found
+
+
 def _wrapped(grad: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
-    kind = RowsTensor if isinstance(spec.placements[0], Rows) else DTensor
-    return compat.dtensor(grad, spec, kind)
+    if isinstance(spec.placements[0], Rows):
+        return RowsTensor.around(grad, spec)
+    return compat.dtensor(grad, spec)
 
 
 def _traced(

@@ -19,8 +19,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tpplan import compat
+from tpplan.comm.blocks import block, chunks, narrowed, part_of, tp_mesh, tp_rank
 from tpplan.comm.collectives import Group, Site, all_gather
-from tpplan.layout import Rows, placed
+from tpplan.layout import Rows
 
 _LOCAL = frozenset(
     {
@@ -49,6 +50,18 @@ class RowsTensor(DTensor):
         return compat.dtensor(  # type: ignore[return-value]
             local, compat.dtensor_spec(mesh, (rows,), shape, local.dtype), RowsTensor
         )
+
+    @staticmethod
+    def around(local: torch.Tensor, spec: compat.DTensorSpec) -> RowsTensor:
+        """The tensor of that spec of which this rank holds ``local``; differentiable."""
+        if torch.is_grad_enabled() and local.requires_grad:
+            return _Around.apply(local, spec)  # type: ignore[no-any-return, no-untyped-call]
+        return compat.dtensor(local, spec, RowsTensor)  # type: ignore[return-value]
+
+    @staticmethod
+    def taken(whole: torch.Tensor, spec: compat.DTensorSpec) -> RowsTensor:
+        """The tensor of that spec whose values every rank has in ``whole``; differentiable."""
+        return _Taken.apply(whole, spec)  # type: ignore[no-any-return, no-untyped-call]
 
     @property
     def rows(self) -> Rows:
@@ -126,12 +139,12 @@ class RowsTensor(DTensor):
         # ranks that share rows must name the same chunks: a checkpoint's may not overlap
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes, _ in _chunks(self)
+            for offsets, sizes, _ in chunks(self)
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         dim = self.rows.dim
-        for offsets, sizes, at in _chunks(self):
+        for offsets, sizes, at in chunks(self):
             if index.offset is None or tuple(index.offset) == tuple(offsets):
                 return compat.local_of(self).narrow(dim, at, sizes[dim])
         raise ValueError(f"no rows of this rank begin at {index.offset}")
@@ -371,9 +384,9 @@ def _owned(t: Any) -> Any:
     local, dim = compat.local_of(t), t.rows.dim
     if t.rows.shared():
         kept = torch.zeros_like(local)
-        block = _block(t)[dim]
-        for start, stop in t.rows.owned(_rank(t)):
-            start, stop = max(start, block[0]) - block[0], min(stop, block[1]) - block[0]
+        first, last = block(t)[dim]
+        for start, stop in t.rows.owned(tp_rank(t)):
+            start, stop = max(start, first) - first, min(stop, last) - first
             if start < stop:
                 kept.narrow(dim, start, stop - start).copy_(local.narrow(dim, start, stop - start))
         local = kept
@@ -400,46 +413,6 @@ def _as_views(out: Any) -> Any:
     return tree_map(viewed, out)
 
 
-def _mesh(t: RowsTensor) -> DeviceMesh:
-    """The mesh of the tensor-parallel ranks."""
-    mesh = t.device_mesh
-    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
-
-
-def _rank(t: RowsTensor) -> int:
-    return t.device_mesh.get_local_rank(t.device_mesh.ndim - 1)
-
-
-def _block(t: RowsTensor) -> list[tuple[int, int]]:
-    """For each dimension, from where to where this rank's part of its tp rank's rows reaches."""
-    lengths = list(t.shape)
-    lengths[t.rows.dim] = t.rows.length(_rank(t))
-    ranges = [(0, length) for length in lengths]
-    for i, kind in enumerate(t.placements[:-1]):
-        if not kind.is_replicate():
-            start, stop = ranges[kind.dim]  # type: ignore[attr-defined]
-            rows = -(-(stop - start) // t.device_mesh.size(i))
-            first = min(start + rows * t.device_mesh.get_local_rank(i), stop)
-            ranges[kind.dim] = first, min(first + rows, stop)  # type: ignore[attr-defined]
-    return ranges
-
-
-def _chunks(t: RowsTensor) -> list[tuple[list[int], list[int], int]]:
-    """What this rank holds: offsets and sizes within the whole tensor, and the first local row."""
-    dim, block, chunks = t.rows.dim, _block(t), []
-    if any(start == stop for start, stop in block):
-        return []
-    first, last = block[dim]
-    for at, (start, stop) in placed(t.rows.cells[_rank(t)]):
-        begin, end = max(at, first), min(at + stop - start, last)
-        if begin < end:
-            offsets = [start for start, _ in block]
-            sizes = [stop - start for start, stop in block]
-            offsets[dim], sizes[dim] = start + begin - at, end - begin
-            chunks.append((offsets, sizes, begin - first))
-    return chunks
-
-
 def _gathered(t: RowsTensor) -> torch.Tensor:
     local, rows, mesh = compat.local_of(t).detach(), t.rows, t.device_mesh
     shape = list(t.shape)
@@ -448,7 +421,7 @@ def _gathered(t: RowsTensor) -> torch.Tensor:
         outer = mesh[mesh.mesh_dim_names[:-1]]  # type: ignore[index]
         spec = compat.dtensor_spec(outer, t.placements[:-1], shape, local.dtype)
         local = compat.dtensor(local, spec).full_tensor()
-    tp = _mesh(t)
+    tp = tp_mesh(t)
     everyone = all_gather(local, rows.dim, length * tp.size(), Group.of(tp), _GATHER)
     whole = local.new_empty(t.shape)
     for rank in range(tp.size()):
@@ -459,33 +432,60 @@ def _gathered(t: RowsTensor) -> torch.Tensor:
 def _cut(whole: torch.Tensor, origin: RowsTensor, synchronized: bool = False) -> torch.Tensor:
     """What this rank holds of ``whole``; ``synchronized``: of the first tp rank's."""
     if synchronized:
-        local = scattered(whole, _mesh(origin), origin.rows, 0)
-    else:
-        local = origin.rows.take(whole, _rank(origin))
-    for dim, (start, stop) in enumerate(_block(origin)):
-        if stop - start != local.size(dim):
-            local = local.narrow(dim, start, stop - start).clone()
-    return local
+        return narrowed(scattered(whole, tp_mesh(origin), origin.rows, 0), origin)
+    return part_of(whole, origin)
+
+
+def _empty(spec: compat.DTensorSpec, like: torch.Tensor) -> RowsTensor:
+    """A tensor of that spec, to be asked where its rows lie."""
+    return compat.dtensor(like.new_empty(()), spec, RowsTensor)  # type: ignore[return-value]
+
+
+# what is forward in one is backward in the other, so gradients of gradients are right as well
 
 
 class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: RowsTensor) -> torch.Tensor:
-        ctx.like = t.detach()
+        ctx.spec = compat.spec_of(t)
         return _gathered(t)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RowsTensor:  # type: ignore[override]
-        return _like(_cut(grad, ctx.like), ctx.like)
+        return RowsTensor.taken(grad, ctx.spec)
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, spec: compat.DTensorSpec) -> RowsTensor:
+        like = _empty(spec, whole)
+        return _like(_cut(whole, like), like)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad.full_tensor(), None
 
 
 class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: RowsTensor) -> torch.Tensor:
-        ctx.like = t.detach()
+        ctx.spec = compat.spec_of(t)
         local = compat.local_of(t)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RowsTensor:  # type: ignore[override]
-        return _like(grad, ctx.like)
+        return RowsTensor.around(grad, ctx.spec)
+
+
+class _Around(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: compat.DTensorSpec) -> RowsTensor:
+        ctx.spec = spec
+        return compat.dtensor(local, spec, RowsTensor)  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        if grad.placements != ctx.spec.placements:
+            grad = RowsTensor.taken(grad.full_tensor(), ctx.spec)
+        return grad.to_local(), None

@@ -12,6 +12,7 @@ from tpplan.comm import Stream
 from tpplan.kernels.launch import chosen
 from tpplan.planner import CompiledPlan
 from tpplan.rewrite.entry import Entry
+from tpplan.rewrite.holders import Undo, replace, require_whole
 from tpplan.rewrite.styles import PlannedStyle, swap_kernels
 
 _MARK = "_tpplan_plan"
@@ -29,12 +30,16 @@ def apply(
         mesh: one-dimensional, of ``compiled.tp`` ranks; not needed at tp 1.
         src_data_rank: the rank of the group whose values count; None trusts each rank's own.
     """
+    sharded = compiled.tp > 1 and mesh is not None
+    held = require_whole(model) if sharded else frozenset()
+    undo: list[Undo] = []
     before = [
         (module, type(module), dict(vars(module)), dict(module._parameters), dict(module._buffers))
         for module in model.modules()
     ]
     try:
-        if compiled.tp > 1 and mesh is not None:
+        if mesh is not None and sharded:
+            old = {name: id(p) for name, p in model.named_parameters() if id(p) in held}
             fused = (k for k, how in compiled.kernels.items() if chosen(how, mesh.device_type))
             stream = Stream(
                 mesh, compiled.sequence_parallel, compiled.plan.sequence_dim, frozenset(fused)
@@ -52,10 +57,15 @@ def apply(
             }
             parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)
             _move_buffers(model, mesh.device_type)
+            if old:
+                new = {key: model.get_parameter(name) for name, key in old.items()}
+                replace(model, new, undo)
         else:
             swap_kernels(model, compiled, _device_type(model))
         object.__setattr__(model, _MARK, compiled)
     except BaseException:
+        for put_back in reversed(undo):
+            put_back()
         for module, original, attributes, parameters, buffers in before:
             module.__class__ = original
             module.__dict__.clear()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.comm import Stream, Transition
-from tpplan.comm.distribute import distributed
+from tpplan.comm.distribute import taken
 from tpplan.planner import ModulePlan
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.parameters import Own
@@ -108,9 +108,7 @@ class Lowered(nn.Module):
             if not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
                 continue
             if isinstance(here, DTensor) and given.shape == here.shape:
-                state_dict[prefix + name] = distributed(
-                    given.detach(), here.device_mesh, here.placements[0], None
-                )
+                state_dict[prefix + name] = taken(given, here)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if all(p is q for p, q in zip(held, own.installed, strict=True)):
             own.adopt(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from torch import nn
@@ -22,7 +23,7 @@ from tpplan.rewrite.fused import ROLES, Swapped
 from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseScattered, RowwiseTogether
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
 from tpplan.rewrite.norm import WidthNorm
-from tpplan.rewrite.parameters import Own
+from tpplan.rewrite.parameters import Own, successor
 from tpplan.rewrite.streams import (
     Apart,
     Boundary,
@@ -74,10 +75,13 @@ class PlannedStyle(ParallelStyle):
             if entry.name not in self.installed:
                 parameter = module._parameters[leaf]
                 assert parameter is not None
-                placed = distributed(parameter.detach(), device_mesh, entry.placement, self.source)
-                self.installed[entry.name] = nn.Parameter(
-                    placed, requires_grad=parameter.requires_grad
+                place = functools.partial(
+                    distributed,
+                    mesh=device_mesh,
+                    placement=entry.placement,
+                    source=self.source,
                 )
+                self.installed[entry.name] = successor(parameter, place)
             module._parameters[leaf] = self.installed[entry.name]
         for name, (_, local) in self.plan.attributes.items():
             assign(module, name, local)
