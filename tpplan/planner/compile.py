@@ -311,7 +311,8 @@ class _Compiler:
 
     def failure(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Failure | None:
         plans = self.module_plans()
-        bare = {name for name, r in self.matches.parameters.items() if r.style != "replicate"}
+        parameters = self.matches.parameters
+        bare = {name: rule for name, rule in parameters.items() if rule.style != "replicate"}
         columns = self.sizes.columns | self.multihead
         cut = (self.sizes.layouts, columns, bare, self.lists)
         found = (prove(self.model, plans, *cut, self.tp, call) for call in calls)

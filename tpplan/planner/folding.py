@@ -8,10 +8,8 @@ were, so that code which goes by an element's index finds the same.
 from __future__ import annotations
 
 import copy
-import functools
 import re
-import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -20,9 +18,9 @@ from torch import nn
 
 from tpplan.language import FrozenMap
 from tpplan.planner.compiled import Boundary, CompiledPlan, ModulePlan, ParameterPlan
+from tpplan.planner.likeness import identity, shared_tensors
 from tpplan.planner.match import Matches
 
-_OF_MODULE = frozenset(vars(nn.Module())) - {"training"}
 # boundaries of copied layers must not share a collective with those of the layer they copy
 _NUMBERS = 10**9
 
@@ -64,13 +62,10 @@ class Fold:
 def find_folds(model: nn.Module, matches: Matches) -> tuple[Fold, ...]:
     """The outermost lists of modules whose elements repeat often enough to leave some out.
 
-    Elements are equal where their modules are of the same classes, with the same attributes,
-    parameters and rules; an attribute that counts the elements is no difference.
+    Elements are equal where they are alike, and have the same rules; see ``likeness``.
     """
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            owners[id(tensor)] = owners.get(id(tensor), 0) + 1
+    rules = {**matches.modules, **matches.parameters}
+    shared = shared_tensors(model)
     found: list[Fold] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{fold.stack}.") for fold in found)
@@ -79,7 +74,8 @@ def find_folds(model: nn.Module, matches: Matches) -> tuple[Fold, ...]:
             continue
         if [name for name, _ in module.named_children()] != [str(i) for i in range(len(module))]:
             continue
-        fold = _fold_of(path, _signatures(path, module, matches, owners))
+        told = [identity(m, f"{path}.{n}", rules, shared) for n, m in module.named_children()]
+        fold = _fold_of(path, told)
         if fold is not None:
             found.append(fold)
     return tuple(found)
@@ -164,11 +160,11 @@ def _source(path: str, folds: Sequence[Fold]) -> tuple[str, Rename]:
     return path, Rename()
 
 
-def _fold_of(path: str, signatures: Sequence[object]) -> Fold | None:
-    length = len(signatures)
+def _fold_of(path: str, told: Sequence[object]) -> Fold | None:
+    length = len(told)
     for period in range(1, length // 3 + 1):
         start = length - period
-        while start > 1 and signatures[start - 1] == signatures[start - 1 + period]:
+        while start > 1 and told[start - 1] == told[start - 1 + period]:
             start -= 1
         # the first of each kind may make what the others share, and free it
         start = max(start, period)
@@ -177,55 +173,3 @@ def _fold_of(path: str, signatures: Sequence[object]) -> Fold | None:
         if 2 * kept + period < length:  # what is executed
             return Fold(path, length, start, period, kept)
     return None
-
-
-def _signatures(
-    path: str, stack: nn.Module, matches: Matches, owners: Mapping[int, int]
-) -> list[object]:
-    """For each element, what it has in common with those it is equal to."""
-    elements = [_features(f"{path}.{n}", m, matches, owners) for n, m in stack.named_children()]
-    counting = {
-        key
-        for key, first in elements[0].items()
-        if type(first) is int
-        and all(type(e.get(key)) is int and e[key] == first + i for i, e in enumerate(elements))
-    }
-    return [{k: v for k, v in element.items() if k not in counting} for element in elements]
-
-
-def _features(
-    path: str, element: nn.Module, matches: Matches, owners: Mapping[int, int]
-) -> dict[tuple[str, str], object]:
-    found: dict[tuple[str, str], object] = {}
-    for inner, module in element.named_modules():
-        full = f"{path}.{inner}" if inner else path
-        found[inner, "class"] = type(module)
-        found[inner, "rule"] = matches.modules.get(full)
-        for name, value in vars(module).items():
-            if name not in _OF_MODULE:
-                found[inner, name] = _comparable(value)
-        for name, tensor in _tensors(module):
-            shared = id(tensor) if owners.get(id(tensor), 0) > 1 else 0
-            rule = matches.parameters.get(f"{full}.{name}")
-            looks = None if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)
-            found[inner, f"tensor {name}"] = (looks, shared, rule)
-    return found
-
-
-def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor | None]]:
-    yield from module._parameters.items()
-    yield from module._buffers.items()
-
-
-def _comparable(value: object) -> object:
-    if isinstance(value, types.MethodType):
-        return value.__func__
-    if isinstance(value, functools.partial):
-        return (value.func, _comparable(value.args), _comparable(value.keywords))
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype)
-    if isinstance(value, list | tuple | set | frozenset):
-        return (type(value), tuple(_comparable(v) for v in value))
-    if isinstance(value, dict):
-        return tuple((k, _comparable(v)) for k, v in value.items())
-    return value

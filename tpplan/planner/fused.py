@@ -18,6 +18,7 @@ from torch import nn
 
 from tpplan.kernels.gated import ACTIVATIONS
 from tpplan.planner.forms import Form, GatedForm, GeluForm, UnbiasedForm
+from tpplan.planner.likeness import identity
 from tpplan.planner.trace import Trace
 
 _WIDTH = 16
@@ -73,7 +74,7 @@ def _gated(model: nn.Module, styles: Mapping[str, str], columns: Set[str]) -> Fi
         plain = styles.get(path) != "attention" and not any(True for _ in module.parameters(False))
         if not plain or len(last) != 1 or len(first) not in (1, 2) or not _takes_one(module):
             continue
-        key = (type(module), repr(module))
+        key = identity(module, path), tuple(first), tuple(last)
         if key not in known:
             known[key] = _gated_form(module, first, last[0])
         form = known[key]
@@ -125,6 +126,8 @@ def _reaching(
             name: stand_ins.get(name) or copy.deepcopy(child)
             for name, child in module._modules.items()
         }
+        for child in twin.children():
+            child.float()
         result = twin.train(training)(_random(_WIDTH, -1))
     except Exception:  # code that minds the widths, or does not only multiply
         return None
@@ -195,5 +198,10 @@ def _gelu(module: nn.Module) -> bool | None:
 
 
 def _equal(a: Any, b: torch.Tensor) -> bool:
-    same = isinstance(a, torch.Tensor) and a.shape == b.shape and a.device == b.device
-    return same and torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    if not isinstance(a, torch.Tensor) or (a.shape, a.dtype, a.device) != (
+        b.shape,
+        b.dtype,
+        b.device,
+    ):
+        return False
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-6)

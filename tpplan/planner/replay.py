@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import unfused
+from tpplan.language import Rule
 from tpplan.layout import Rows
 from tpplan.planner.compiled import Argument, Element, ModulePlan
 from tpplan.planner.geometry import attribute
+from tpplan.planner.likeness import identity, shared_tensors
 from tpplan.planner.match import folded
 
 _LARGE = 2**22
@@ -57,7 +59,7 @@ def prove(
     plans: Mapping[str, ModulePlan],
     layouts: Mapping[str, Rows],
     columns: set[str],
-    bare: set[str],
+    bare: Mapping[str, Rule],
     lists: set[str],
     tp: int,
     call: tuple[tuple[Any, ...], dict[str, Any]],
@@ -67,7 +69,7 @@ def prove(
     Args:
         layouts: the rows of those column-parallel layers that are not simply cut evenly.
         columns: the column-parallel projections (others with that style run their own forward).
-        bare: parameters that are cut along their first dimension by a rule of their own.
+        bare: parameters that are cut along their first dimension, by a rule of their own.
         lists: those with a module for each head.
     """
     replay = _Replay(model, plans, layouts, columns, bare, lists, tp)
@@ -97,21 +99,22 @@ class _Replay:
         plans: Mapping[str, ModulePlan],
         layouts: Mapping[str, Rows],
         columns: set[str],
-        bare: set[str],
+        bare: Mapping[str, Rule],
         lists: set[str],
         tp: int,
     ) -> None:
         self.plans, self.layouts, self.columns, self.tp = plans, layouts, columns, tp
         self.bare, self.lists = bare, lists
         self.rank: int | None = None
+        self.generator = torch.Generator().manual_seed(0)
         self.events: list[_Event] = []
         self.at = 0
         self.running: list[str] = []
         self.model = _stand_in(model, {p for p in plans if self._answers(model, p)})
         for path, module in self.model.named_modules():
             self._watch(path, module)
-        self._last: dict[str, Any] = {}
-        self._fold()
+        self._last: dict[Hashable, Any] = {}
+        self._fold(model)
 
     def _answers(self, model: nn.Module, path: str) -> bool:
         """Whether a module answers with random numbers instead of computing."""
@@ -136,13 +139,16 @@ class _Replay:
         module.register_forward_pre_hook(lambda *_: self.running.append(path), prepend=True)
         module.register_forward_hook(lambda *_: self.running.pop() and None)
 
-    def _fold(self) -> None:
+    def _fold(self, model: nn.Module) -> None:
         """Run two of the elements of the stack that are alike, and the last; skip the others."""
-        alike: dict[str, list[str]] = {}
+        rules = {path: plan.rule for path, plan in self.plans.items() if plan.rule is not None}
+        shared = shared_tensors(model)
+        alike: dict[Hashable, list[str]] = {}
         for path, plan in self.plans.items():
             if plan.element is not None:
-                key = f"{folded(path)} {_signature(self.model.get_submodule(path), path)}"
-                alike.setdefault(key, []).append(path)
+                layer = model.get_submodule(path)
+                told = identity(layer, path, {**rules, **self.bare}, shared)
+                alike.setdefault((folded(path), told), []).append(path)
         for key, paths in alike.items():
             for place, path in enumerate(paths):
                 module, element = self.model.get_submodule(path), self.plans[path].element
@@ -151,7 +157,7 @@ class _Replay:
                 module.forward = self._folded(key, element, module.forward, skipped)  # type: ignore[method-assign]
 
     def _folded(
-        self, key: str, element: Element, original: Callable[..., Any], skipped: bool
+        self, key: Hashable, element: Element, original: Callable[..., Any], skipped: bool
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not skipped:
@@ -171,10 +177,14 @@ class _Replay:
     def own(self, rank: int) -> Iterator[None]:
         """With every attribute and bare parameter at the value it has on a rank."""
         before = []
+        # a module may stand in several places, with a name of its parameter for each
+        tables = {}
         for name in self.bare:
             owner, _, leaf = name.rpartition(".")
-            module = self.model.get_submodule(owner)
-            before.append(_narrowed(module._parameters, leaf, rank, self.tp))
+            table = self.model.get_submodule(owner)._parameters
+            tables[id(table), leaf] = table, leaf
+        for table, leaf in tables.values():
+            before.append(_narrowed(table, leaf, rank, self.tp))
         for path in self.lists:
             before.append(_shortened(self.model.get_submodule(path), rank, self.tp))
         for path, plan in self.plans.items():
@@ -188,7 +198,7 @@ class _Replay:
 
     def run(self, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int | None) -> None:
         self.rank, self.at, self.running = rank, 0, []
-        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
+        args, kwargs = tree_map_only(torch.Tensor, _own_numbers, call)
         with unfused():
             self.model(*args, **kwargs)
         if rank is not None and self.at < len(self.events):
@@ -210,11 +220,8 @@ class _Replay:
                     width = weight.shape[1]
                 else:
                     width = weight.shape[0]
-                made = (
-                    torch.randn(*given.shape, width)
-                    if isinstance(module, nn.Embedding)
-                    else (torch.randn(*given.shape[:-1], width))
-                )
+                leading = given.shape if isinstance(module, nn.Embedding) else given.shape[:-1]
+                made = torch.randn(*leading, width, generator=self.generator)
                 self.events.append(_Event(path, given.clone(), made))
                 return made.clone()
             event = self._next(path)
@@ -243,7 +250,8 @@ class _Replay:
 
         def forward(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
             if self.rank is None:
-                self.events.append(_Event(path, query.clone(), torch.randn(query.shape)))
+                made = torch.randn(query.shape, generator=self.generator)
+                self.events.append(_Event(path, query.clone(), made))
                 return self.events[-1].made.clone(), None
             event = self._next(path)
             _compare(path, event.given, query, "its input is not the whole model's")
@@ -331,28 +339,6 @@ def own_heads(
     return args, kwargs
 
 
-def _signature(module: nn.Module, path: str) -> str:
-    """What tells a layer from one that computes something else: classes, shapes, plain attributes.
-
-    Its own number, which layers keep to find their place in a cache, does not.
-    """
-    number = next((int(part) for part in reversed(path.split(".")) if part.isdigit()), -1)
-    told = []
-    for name, inner in module.named_modules():
-        shapes = [
-            tuple(p.shape)
-            for p in (*inner._parameters.values(), *inner._buffers.values())
-            if p is not None
-        ]
-        plain = {
-            k: v
-            for k, v in vars(inner).items()
-            if isinstance(v, int | float | str | bool) and not (v == number and v is not True)
-        }
-        told.append((name, type(inner).__qualname__, shapes, sorted(plain.items())))
-    return str(told)
-
-
 def taken(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An argument of a call; None where it was not given."""
     if argument.name in kwargs:
@@ -394,6 +380,11 @@ def _compare(path: str, due: torch.Tensor, given: torch.Tensor, message: str) ->
     scale = float(due.abs().max()) if due.numel() else 0.0
     if not torch.allclose(due, given, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True):
         raise _Departed(path, message)
+
+
+def _own_numbers(given: torch.Tensor) -> torch.Tensor:
+    """A copy of an input, in the numbers of the stand-in."""
+    return given.to(torch.float32, copy=True) if given.is_floating_point() else given.clone()
 
 
 def _stand_in(model: nn.Module, answering: set[str]) -> nn.Module:
