@@ -9,8 +9,12 @@ is right or fails loudly. Inside an element of the layer stack it is this rank's
 from __future__ import annotations
 
 import contextlib
+import copy
+import threading
+from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +25,39 @@ from tpplan.comm.collectives import Group, chunk, pad
 from tpplan.comm.conjugates import Transition, join
 from tpplan.comm.randomness import Randomness
 
+# runs that are remembered, for code of theirs that backward recomputes: of the last forwards
+_REMEMBERED = 16384
+
+
+class Run(NamedTuple):
+    """One run of a module: the numbers of the autograd nodes that it recorded, and its length.
+
+    Attributes:
+        start, end: of its nodes' numbers, ``end`` left out.
+        path: of the module.
+        length: the global sequence length where the module is an element of the stack.
+    """
+
+    start: int
+    end: int
+    path: str
+    length: int | None
+
+
+@dataclass
+class Parts:
+    """What row-parallel layers of one running element keep back for the last of them to reduce.
+
+    Attributes:
+        grad: whether the element records gradients; code of it that does not is recomputed apart.
+        kept: by the layers that are reduced together: the sum so far, and their biases.
+    """
+
+    grad: bool
+    kept: dict[tuple[str, ...], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = field(
+        default_factory=dict
+    )
+
 
 class Stream:
     """What the rewritten modules of one model share while they run.
@@ -30,8 +67,11 @@ class Stream:
         sequence_parallel: whether the stream is sharded at all.
         dim: the sequence dimension.
         fused: the kinds of kernels that run.
-        length: the global sequence length while an element of the stack runs, else None.
-        shared: what boundaries that share an input have made of it, while a forward runs.
+        length: the global sequence length while an element of the stack runs, else None; a module
+            asks its own ``State``, which knows it in a recomputation as well.
+        shared: what boundaries that share an input have made of it, while a rewritten module that
+            runs others is called by the user; None where none is.
+        parts: of the element that runs, None where its layers are reduced one by one.
         whole_results: whether the user is given full tensors only, no sharded logits.
         randomness: the random sequences of this rank.
     """
@@ -48,25 +88,29 @@ class Stream:
         self.group = Group.of(mesh, "sequence_transition" in fused)
         self.sequence_parallel = sequence_parallel
         self.dim = dim
-        self.length: int | None = None
-        self.shared: dict[Any, tuple[Any, ...]] = {}
         self.whole_results = True
         self.randomness = Randomness(self.group.rank, mesh.device_type)
-        self._depth = 0
         self._specs: dict[tuple[Any, ...], compat.DTensorSpec] = {}
+        self._start()
+
+    def _start(self) -> None:
+        """Nothing runs, and nothing has run."""
+        self.length: int | None = None
+        self.shared: dict[Any, tuple[Any, ...]] | None = None
+        self.parts: Parts | None = None
+        self._depth = 0
+        self._runs: dict[int, deque[Run]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stream:
-        return self
+        twin = copy.copy(self)
+        twin._start()
+        memo[id(self)] = twin
+        return twin
 
     @property
     def nested(self) -> bool:
         """Whether a module that contains rewritten modules is running its forward."""
         return self._depth > 0
-
-    @property
-    def inside(self) -> bool:
-        """Whether the caller is the model's own code rather than the user's."""
-        return self.nested or compat.in_backward()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -76,8 +120,64 @@ class Stream:
             yield
         finally:
             self._depth -= 1
-            if self._depth == 0:
-                self.shared.clear()
+
+    @contextlib.contextmanager
+    def called(self, path: str) -> Iterator[None]:
+        """While the module at ``path`` runs that was called with none around it that runs."""
+        start = self.now()
+        self.shared = {}
+        try:
+            yield
+        finally:
+            self.shared = None
+            self.remember(start, path, None)
+
+    def now(self) -> int | None:
+        """The number of the next autograd node; None where none is recorded."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        return compat.sequence_number()
+
+    def remember(self, start: int | None, path: str, length: int | None) -> None:
+        """Keep which autograd nodes a run that is over has recorded.
+
+        Backward may recompute a part of it (activation checkpointing), when nothing runs that
+        could tell that part how long the sequence is.
+        """
+        if start is None:
+            return
+        thread = threading.get_ident()
+        runs = self._runs.get(thread)
+        if runs is None:
+            runs = self._runs[thread] = deque(maxlen=_REMEMBERED)
+        runs.append(Run(start, compat.sequence_number(), path, length))
+
+    def recalled(self, path: str) -> list[Run]:
+        """The runs that the module at ``path`` was called in, where backward calls it again.
+
+        They are those of modules around it that recorded the node whose backward needs it.
+        """
+        node = compat.running_node() if compat.in_backward() else None
+        if node is None:
+            return []
+        found: list[Run] = []
+        forgotten = False
+        for runs in list(self._runs.values()):
+            for run in reversed(runs):
+                if run.end <= node:  # as those before it, which ended earlier
+                    break
+                if run.start <= node and _is_around(run.path, path):
+                    found.append(run)
+            else:
+                forgotten = forgotten or len(runs) == _REMEMBERED
+        if len({run.length for run in found if run.length is not None}) > 1 or (
+            forgotten and not found
+        ):
+            raise RuntimeError(
+                f"{path}: it cannot be told which forward activation checkpointing recomputes it "
+                "for; checkpoint whole layers"
+            )
+        return found
 
     def is_sharded(self, x: object) -> bool:
         """Whether ``x`` is the stream in its global form."""
@@ -137,6 +237,10 @@ class Stream:
             spec = compat.dtensor_spec(self.mesh, (Shard(dim),), shape, local.dtype)
             self._specs[key] = spec
         return spec
+
+
+def _is_around(outer: str, path: str) -> bool:
+    return outer != path and (not outer or path.startswith(f"{outer}."))
 
 
 def chunk_of(x: DTensor) -> torch.Tensor | None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tpplan.language import Rule
 from tpplan.planner.compiled import Element
 from tpplan.planner.complaints import Complaints
-from tpplan.planner.infer import KEEPING, VIEWS
+from tpplan.planner.infer import VIEWS
 from tpplan.planner.match import fold
-from tpplan.planner.trace import Trace
+from tpplan.planner.trace import Call, Op, Trace
 
-_SUMS = frozenset({"add", "add_"})
+_SAME = VIEWS | {"alias", "clone", "contiguous"}
 
 
 def reduced_together(
@@ -29,20 +29,21 @@ def reduced_together(
         traces: in evaluation and in training: a dropout between two layers keeps them apart.
     """
     groups: dict[str, list[str]] = {}
-    trace = traces[0]
-    for call in trace.calls:
-        rule = rules.get(call.path)
-        if rule is None or rule.style != "rowwise" or rule.options.get("reduce") == "separate":
-            continue
-        element = next((c.path for c in trace.ancestors(call.index) if c.path in elements), None)
-        if element is None:
-            continue
-        members = groups.setdefault(element, [])
-        if call.path not in members:
-            members.append(call.path)
+    for element, calls in _runs(traces[0], rules, elements):
+        members = groups.setdefault(element.path, [])
+        members += [call.path for call in calls if call.path not in members]
     result: dict[str, tuple[str, ...]] = {}
-    for members in groups.values():
-        if len(members) > 1 and all(_only_added(trace, members) for trace in traces):
+    for path, members in groups.items():
+        runs = [
+            [run for run in _runs(trace, rules, elements) if run[0].path == path]
+            for trace in traces
+        ]
+        if len(members) > 1 and all(
+            found
+            and all([call.path for call in calls] == members for _, calls in found)
+            and all(_only_added(trace, element, calls) for element, calls in found)
+            for trace, found in zip(traces, runs, strict=True)
+        ):
             result.update(dict.fromkeys(members, tuple(members)))
             continue
         asked = [path for path in members if rules[path].options.get("reduce") == "together"]
@@ -54,27 +55,82 @@ def reduced_together(
     return result
 
 
-def _only_added(trace: Trace, members: list[str]) -> bool:
-    held: dict[int, frozenset[str]] = {}
-    everyone = frozenset(members)
+def _runs(
+    trace: Trace, rules: Mapping[str, Rule], elements: Mapping[str, Element]
+) -> Iterator[tuple[Call, list[Call]]]:
+    """Each call of an element, and the calls in it of layers that may be reduced together."""
+    runs: dict[int, list[Call]] = {}
     for call in trace.calls:
-        if call.path in everyone and call.outputs:
-            held[call.outputs[0]] = frozenset([call.path])
-    complete = False
-    for op in trace.ops:
-        if trace.calls[op.call].path in everyone:
+        rule = rules.get(call.path)
+        if rule is None or rule.style != "rowwise":
             continue
-        met = [held[n] for n in op.inputs if n in held]
+        if rule.options.get("reduce") == "separate" or rule.options.get("output") == "shard":
+            continue
+        element = next((c for c in trace.ancestors(call.index) if c.path in elements), None)
+        if element is not None:
+            runs.setdefault(element.index, []).append(call)
+    for index, calls in runs.items():
+        yield trace.calls[index], calls
+
+
+def _only_added(trace: Trace, element: Call, calls: Sequence[Call]) -> bool:
+    """Whether ``element`` uses each call's output once, to add it to the others' sum.
+
+    What holds a part of the sum may be read by nothing else then, nor be given out by the element.
+    """
+    everyone = frozenset(call.index for call in calls)
+    held: dict[int, frozenset[int]] = {}
+    for call in calls:
+        if len(call.outputs) != 1:
+            return False
+        held[call.outputs[0]] = frozenset([call.index])
+    if len(held) != len(calls) or len({trace.shapes[number] for number in held}) > 1:
+        return False
+    zeros = set(held)  # what a layer answers with before the last one ran cannot be written to
+    spent: set[int] = set()
+    whole: int | None = None
+    for op in trace.ops:
+        if not spent.isdisjoint(op.inputs):
+            return False
+        met = [n for n in op.inputs if n in held]
+        around = {call.index for call in trace.ancestors(op.call)} if met else set()
+        met = [n for n in met if held[n].isdisjoint(around)]  # the layer's own work
         if not met:
             continue
-        joined = frozenset().union(*met)
-        name = op.name.removeprefix("aten.").split(".")[0]
-        if not (name in _SUMS or name in KEEPING or name in VIEWS):
+        joined = _joined(trace, op, met, held, zeros)
+        if joined is None:
             return False
+        for number in met:
+            del held[number]
+        spent.update(met)
+        spent.difference_update(op.outputs)
         if joined == everyone:
-            complete = True
-            for number in (*op.inputs, *op.outputs):
-                held.pop(number, None)
+            whole = op.outputs[0]
         else:
-            held.update(dict.fromkeys(op.outputs, joined))
-    return complete
+            held[op.outputs[0]] = joined
+    given = {n for call in trace.ancestors(element.index) for n in call.outputs}
+    return whole is not None and given.isdisjoint(spent)
+
+
+def _joined(
+    trace: Trace,
+    op: Op,
+    met: Sequence[int],
+    held: Mapping[int, frozenset[int]],
+    zeros: set[int],
+) -> frozenset[int] | None:
+    """Whose outputs the result of ``op`` holds the sum of, of those its inputs hold; else None."""
+    name = op.name.removeprefix("aten.").split(".")[0]
+    if len(op.outputs) != 1 or len(set(met)) != len(met):
+        return None
+    if name in _SAME and len(met) == 1:
+        if met[0] in zeros:
+            zeros.add(op.outputs[0])
+        return held[met[0]]
+    if name not in ("add", "add_") or op.scaled:
+        return None
+    if name == "add_" and (op.inputs[0] in zeros or op.inputs[0] not in held):
+        return None
+    if any(trace.shapes[n] != trace.shapes[op.outputs[0]] for n in met):
+        return None
+    return frozenset().union(*(held[n] for n in met))

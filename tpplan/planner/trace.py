@@ -37,7 +37,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Op:
-    """One ATen op: the tensors it read and made, and the innermost module call around it."""
+    """One ATen op: the tensors it read and made, and the innermost module call around it.
+
+    ``scaled``: whether it multiplies what it adds by a number of its own.
+    """
 
     name: str
     inputs: tuple[int, ...]
@@ -45,6 +48,7 @@ class Op:
     call: int
     random: bool
     pointwise: bool
+    scaled: bool = False
 
 
 @dataclass
@@ -100,6 +104,7 @@ class _Recorder(TorchDispatchMode):
                 self.stack[-1],
                 _draws(func, args, kwargs or {}),
                 torch.Tag.pointwise in func.tags,
+                (kwargs or {}).get("alpha", 1) != 1,
             )
             self.trace.ops.append(op)
         return out

@@ -49,7 +49,7 @@ class Draws(Lowered):
         """A dropout module on this rank's part of something."""
         state = self._tpplan
         stream = state.stream
-        if state.plan.draws == "region" or stream.length is not None:
+        if state.length is not None or (state.plan.draws == "region" and not state.alone):
             return self._masked(input)
         if stream.is_sharded(input):
             assert isinstance(input, DTensor)

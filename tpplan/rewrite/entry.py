@@ -36,30 +36,33 @@ class Entry:
         memo[id(self)] = twin
         return twin
 
-    def enter(self, x: torch.Tensor, stream: Stream) -> torch.Tensor:
-        """``x``, whole: gathered where it is a part of the sequence (g), as it is where not (f)."""
-        if self.members == 1:
-            return self._entered(x, stream)
+    def enter(self, x: torch.Tensor, stream: Stream, length: int | None) -> torch.Tensor:
+        """``x``, whole: gathered where it is a part of the sequence (g), as it is where not (f).
+
+        ``length``: of the sequence that an element of the stack works on, if one does.
+        """
+        if self.members == 1 or stream.shared is None:
+            return self._entered(x, stream, length)
         autocast = torch.is_autocast_enabled(stream.mesh.device_type)
         state = (version_of(x), torch.is_grad_enabled(), autocast)
         given, seen, result, taken = stream.shared.pop(self, (None, None, None, 0))
         if given is not x or seen != state or result is None:
-            result, taken = self._entered(x, stream), 0
+            result, taken = self._entered(x, stream, length), 0
         if taken + 1 < self.members:
             stream.shared[self] = (x, state, result, taken + 1)
         return result  # type: ignore[no-any-return]
 
-    def _entered(self, x: torch.Tensor, stream: Stream) -> torch.Tensor:
+    def _entered(self, x: torch.Tensor, stream: Stream, length: int | None) -> torch.Tensor:
         if isinstance(x, DTensor):
             if stream.is_sharded(x):
                 return self._gathered(stream.to_local(x), stream.dim, x.size(stream.dim), stream)
             if x.placements[0] != Replicate():
                 x = x.redistribute(placements=[Replicate()])
             return copy_in(x.to_local(), self.transition)
-        if stream.length is not None and not self.whole:
+        if length is not None and not self.whole:
             if x.dim() <= stream.dim + 1:  # tokens without their batch: every rank's, one by one
                 return self._gathered(x, 0, x.size(0) * stream.group.size, stream)
-            return self._gathered(x, stream.dim, stream.length, stream)
+            return self._gathered(x, stream.dim, length, stream)
         return copy_in(x, self.transition)
 
     def _gathered(self, x: torch.Tensor, dim: int, length: int, stream: Stream) -> torch.Tensor:

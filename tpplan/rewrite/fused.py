@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tpplan import compat
 from tpplan.kernels.gated import gated, gated_packed
 from tpplan.kernels.gelu import gelu
 from tpplan.kernels.norm import norm
@@ -22,11 +23,65 @@ class Swapped:
     """What a module of a model that is not sharded knows.
 
     Attributes:
-        kernel: that stands for it; partner: the module whose bias it adds, if any.
+        kernel: that stands for it; None where it only contains such modules.
+        partner: what else the kernel needs, see ``partner_of``.
+        running: how often the module is being called at present.
     """
 
-    kernel: KernelChoice
-    partner: nn.Module | None = None
+    kernel: KernelChoice | None
+    partner: Any = None
+    running: int = 0
+
+
+@dataclass
+class Link:
+    """From a layer without its bias to the activation that adds it.
+
+    Attributes:
+        above: the module that contains both; None in a copy of the layer alone.
+        names: of the modules from there down to the activation.
+        fused: whether the layer left its bias out when it ran last; due: and nothing added it yet.
+    """
+
+    above: nn.Module | None
+    names: tuple[str, ...]
+    fused: bool = False
+    due: bool | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Link:
+        return Link(memo.get(id(self.above)), self.names)
+
+    def holds(self, layer: nn.Module) -> bool:
+        """Whether the activation stands where it stood, and nobody looks at what lies between."""
+        module = self.above
+        for name in self.names:
+            module = None if module is None else module._modules.get(name)
+        if not isinstance(module, FusedGelu) or module._tpplan.partner is not layer:
+            return False
+        return not (layer._forward_hooks or _is_hooked(layer) or _is_hooked(module))
+
+
+@dataclass
+class Activation:
+    """What the activation of a gated MLP was when its kernel was proved: modules and functions."""
+
+    held: dict[str, Any] = field(default_factory=dict)
+
+    def hold(self, module: nn.Module) -> bool:
+        """Whether all of it is still there, and nobody looks at what it is given."""
+        for name, part in self.held.items():
+            if isinstance(part, nn.Module):
+                if module._modules.get(name) is not part or _is_hooked(part):
+                    return False
+            elif vars(module).get(name) is not part:
+                return False
+        return True
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether hooks see what goes into ``module``, or its gradients."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 class Fused(nn.Module):
@@ -61,7 +116,9 @@ class FusedNorm(Fused):
         if len(args) != 1 or kwargs:
             return super().forward(*args, **kwargs)
         x: torch.Tensor = args[0]
-        if x.dtype == torch.float64 or torch.is_autocast_enabled(x.device.type):
+        state = self._tpplan
+        alone = isinstance(state, State) and state.stream.shared is None and state.alone
+        if alone or x.dtype == torch.float64 or torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
         form: NormForm = self._form
         own = _own(self)
@@ -77,25 +134,63 @@ class FusedNorm(Fused):
         )
 
 
+class Around(Fused):
+    """Contains, in a model that is not sharded, a layer and the activation that adds its bias."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own."""
+        state = self._tpplan
+        assert isinstance(state, Swapped)
+        state.running += 1
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            state.running -= 1
+
+
 class Unbiased(Fused):
-    """A column-parallel layer without its bias, which the activation after it adds."""
+    """A column-parallel layer without its bias, which the activation after it adds.
+
+    It adds it itself where the user calls it, where hooks see its output, and where another
+    activation has been put in the place of that one.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The columns of ``input``, biases left out."""
         form: UnbiasedForm = self._form
+        link: Link = self._tpplan.partner
+        link.fused = link.due = self._tpplan_is_run() and link.holds(self)
+        if not link.fused:
+            return super().forward(input)  # type: ignore[no-any-return, misc]
         weight = _own(self)["weight"]
         assert weight is not None
         return F.linear(input, weight.t() if form.transposed else weight)
+
+    def _tpplan_is_run(self) -> bool:
+        """Whether the module that contains the activation as well calls the layer."""
+        state = self._tpplan
+        if isinstance(state, State):
+            return state.stream.shared is not None or not state.alone
+        link: Link = state.partner
+        if link.above is None:
+            return False
+        around: Swapped = link.above._tpplan  # type: ignore[assignment]
+        return around.running > 0 or (link.fused and compat.in_backward())
 
 
 class FusedGelu(Fused):
     """GeLU of what the layer before it made without its bias."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """GeLU of ``x`` and the other layer's bias."""
+        """GeLU of ``x`` and the other layer's bias, where that layer left it out."""
         form: GeluForm = self._form
         partner = self._tpplan.partner
-        assert partner is not None
+        link: Link = partner._tpplan.partner
+        due, link.due = link.due, None
+        if due is None and compat.in_backward():
+            due = link.fused  # activation checkpointing of the activation alone
+        if not due:
+            return super().forward(x)  # type: ignore[no-any-return, misc]
         return gelu(x, _own(partner)["bias"], tanh=form.tanh)
 
 
@@ -104,7 +199,7 @@ class FusedGated(Fused):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, which runs where it is called with more than the stream."""
-        if len(args) != 1 or kwargs:
+        if len(args) != 1 or kwargs or not self._tpplan.partner.hold(self):
             return super().forward(*args, **kwargs)
         form: GatedForm = self._form
         first = self._modules[form.gate](*args)  # type: ignore[misc]
@@ -113,6 +208,36 @@ class FusedGated(Fused):
         else:
             product = gated(first, self._modules[form.up](*args), kind=form.activation)  # type: ignore[misc]
         return self._modules[form.down](product)  # type: ignore[misc]
+
+
+def partner_of(path: str, module: nn.Module, choice: KernelChoice | None, model: nn.Module) -> Any:
+    """What the kernel of the module at ``path`` needs to know of other modules.
+
+    The layer whose bias a GeLU adds; for that layer the ``Link`` to the GeLU; for a gated MLP the
+    ``Activation`` that the kernel stands for.
+    """
+    form = None if choice is None else choice.form
+    if isinstance(form, GeluForm):
+        return model.get_submodule(form.linear)
+    if isinstance(form, UnbiasedForm):
+        above = common(path, form.activation)
+        names = form.activation.removeprefix(above).lstrip(".").split(".")
+        return Link(model.get_submodule(above), tuple(names))
+    if isinstance(form, GatedForm):
+        called = {form.gate, form.up, form.down}
+        own = {n: f for n, f in vars(module).items() if callable(f) and not n.startswith("_")}
+        return Activation({**own, **{n: m for n, m in module._modules.items() if n not in called}})
+    return None
+
+
+def common(path: str, other: str) -> str:
+    """The path of the innermost module that contains both."""
+    shared: list[str] = []
+    for a, b in zip(path.split(".")[:-1], other.split(".")[:-1], strict=False):
+        if a != b:
+            break
+        shared.append(a)
+    return ".".join(shared)
 
 
 ROLES: Mapping[type, type[Fused]] = {

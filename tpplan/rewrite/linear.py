@@ -11,20 +11,35 @@ from tpplan.rewrite.lowered import Lowered
 
 
 class Colwise(Lowered):
-    """Y_i = X A_i + b_i: the input is whole, the output this rank's columns."""
+    """Y_i = X A_i + b_i: the input is whole, the output this rank's columns.
+
+    To a user who calls the layer by itself it gives all columns.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        state = self._tpplan
+        if state.stream.shared is None and state.alone:
+            with self._tpplan_whole():
+                return super().forward(input)  # type: ignore[no-any-return, misc]
         weight, *bias = self._locals()
-        return self._tpplan_project(input, weight.t() if self._tpplan.plan.transposed else weight, *bias)
+        return self._tpplan_project(input, weight.t() if state.plan.transposed else weight, *bias)
 
 
 class Rowwise(Lowered):
     """Y = sum_i X_i A_i + b: the input is this rank's columns, the bias is added once.
 
-    The sum is whole under plain TP, this rank's rows of it on a sequence-sharded stream.
+    The sum is whole under plain TP, this rank's rows of it on a sequence-sharded stream. A user who
+    calls the layer by itself gives it all columns.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        state = self._tpplan
+        if state.stream.shared is None and state.alone:
+            with self._tpplan_whole():
+                return super().forward(input)  # type: ignore[no-any-return, misc]
+        return self._tpplan_summed(input)
+
+    def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
         weight, *bias = self._locals()
         partial = self._tpplan_project(input, weight.t() if state.plan.transposed else weight)
@@ -37,6 +52,9 @@ class RowwiseScattered(Lowered):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
+        if state.stream.shared is None and state.alone:
+            with self._tpplan_whole():
+                return super().forward(input)  # type: ignore[no-any-return, misc]
         weight, *bias = self._locals()
         partial = self._tpplan_project(input, weight.t() if state.plan.transposed else weight)
         out = scatter_out(partial, partial.dim() - 1, state.transition)
@@ -49,21 +67,25 @@ class RowwiseScattered(Lowered):
 class RowwiseTogether(Rowwise):
     """One of several row-parallel layers whose outputs the model only adds up.
 
-    All but the last one to run keep their part back and answer with zeros; the last one reduces
-    the sum of all parts, and adds all biases.
+    While the element runs that adds them, all but the last one keep their part back and answer
+    with zeros; the last one reduces the sum of all parts, and adds all biases. Elsewhere, and in
+    code of the element that is checkpointed by itself, each reduces its own.
     """
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
         stream, partners = state.stream, state.plan.together
         weight, *bias = self._locals()
         partial = self._tpplan_project(input, weight.t() if state.plan.transposed else weight)
-        kept, biases = stream.shared.pop(partners, (None, ()))
+        parts = stream.parts
+        if parts is None or parts.grad is not torch.is_grad_enabled():
+            return reduced(self, partial, bias)
+        kept, biases = parts.kept.pop(partners, (None, ()))
         if kept is not None:
             partial = kept + partial
         biases = (*biases, *bias)
         if state.plan.path != partners[-1]:
-            stream.shared[partners] = (partial, biases)
+            parts.kept[partners] = (partial, biases)
             rows = list(partial.shape)
             if stream.sequence_parallel and stream.length is not None:
                 dim = min(stream.dim, partial.dim() - 2)
@@ -86,7 +108,7 @@ def reduced(
     dim = min(stream.dim, partial.dim() - 2)
     shift = functools.reduce(torch.add, biases) if biases else None
     out = scatter_out(partial, dim, state.transition, shift)
-    if stream.length is None:
+    if state.length is None:
         # called outside the stack: whole in, whole out
         return join(out, dim, partial.size(dim), state.transition)
     return out

@@ -7,10 +7,11 @@ captured in closures: a deep copy computes with the copy's weights.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +35,12 @@ class State:
         own: the module's own parameters.
         transition: the sites of the collectives its style issues.
         entries: its boundaries, each shared with the modules that enter with the same tensor.
-        partner: the module whose bias it adds, if any.
+        partner: what its fused kernel needs to know of other modules, if anything.
         members: rewritten modules inside it, found when first needed.
         checked: whether its first batch was compared across the ranks; checked_draws: and, in
             training, their random state.
         within_own: whether it was called while the rank drew from its own random sequence.
+        watched: the hooks of what is reduced together in it, found when first needed.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class State:
         own: Own,
         transition: Transition,
         entries: tuple[Entry, ...] = (),
-        partner: nn.Module | None = None,
+        partner: Any = None,
     ) -> None:
         self.plan = plan
         self.stream = stream
@@ -60,12 +62,34 @@ class State:
         self.checked = False
         self.checked_draws = False
         self.within_own = False
+        self.watched: tuple[Sequence[Any] | Mapping[Any, Any], ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        own, entries, partner = copy.deepcopy((self.own, self.entries, self.partner), memo)
-        twin = State(self.plan, self.stream, own, self.transition, entries, partner)
+        stream, own, entries, partner = copy.deepcopy(
+            (self.stream, self.own, self.entries, self.partner), memo
+        )
+        twin = State(self.plan, stream, own, self.transition, entries, partner)
         memo[id(self)] = twin
         return twin
+
+    @property
+    def length(self) -> int | None:
+        """The global sequence length where an element of the stack runs the module, else None."""
+        length = self.stream.length
+        if length is None:
+            runs = self.stream.recalled(self.plan.path)
+            length = next((run.length for run in runs if run.length is not None), None)
+        return length
+
+    @property
+    def inside(self) -> bool:
+        """Whether the model's own code calls the module, which gets the stream in global form."""
+        return self.stream.nested or bool(self.stream.recalled(self.plan.path))
+
+    @property
+    def alone(self) -> bool:
+        """Whether the user calls the module by itself, not through one that runs it."""
+        return self.stream.shared is None and not self.stream.recalled(self.plan.path)
 
 
 class Lowered(nn.Module):
@@ -86,6 +110,22 @@ class Lowered(nn.Module):
     def _tpplan_widen(self, rows: torch.Tensor) -> torch.Tensor:
         """What a table gives for rows of its weight."""
         return rows
+
+    @contextlib.contextmanager
+    def _tpplan_whole(self) -> Iterator[None]:
+        """Within it, the module has its whole parameters and computes as it did unsharded.
+
+        For calls by the user, who gives each rank the same and wants the same of each.
+        """
+        own = self._parameters
+        outer = {name: own[name] for name in self._tpplan.own.names}
+        for name, parameter in outer.items():
+            if isinstance(parameter, DTensor):
+                own[name] = parameter.full_tensor()  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            own.update(outer)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # what a conversion leaves behind is installed anew, and the old local tensors let go
@@ -121,11 +161,14 @@ class LocalParameters(Lowered):
         names = self._tpplan.own.names
         if not names:
             return super().forward(*args, **kwargs)
+        state = self._tpplan
+        if state.stream.shared is None and state.alone:
+            with self._tpplan_whole():
+                return super().forward(*args, **kwargs)
         own = self._parameters
         outer = [own[name] for name in names]
-        state = self._tpplan
         for name, local in zip(names, self._locals(), strict=True):
-            if name in state.plan.streaming and state.stream.length is None:
+            if name in state.plan.streaming and state.length is None:
                 mesh = state.stream.mesh
                 local = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
             own[name] = local  # type: ignore[assignment]

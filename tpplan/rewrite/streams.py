@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tpplan.comm import Site, split
 from tpplan.comm.agreement import require_same_inputs
 from tpplan.comm.conjugates import join
+from tpplan.comm.stream import Parts
 from tpplan.planner import Argument
 from tpplan.planner.replay import own_heads
 from tpplan.rewrite.draws import draws_in_training
@@ -77,9 +78,15 @@ class Container(Lowered):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
+        if state.stream.shared is not None:
+            return self._tpplan_contain(*args, **kwargs)
+        with state.stream.called(state.plan.path):
+            return self._tpplan_contain(*args, **kwargs)
+
+    def _tpplan_contain(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
         stream = state.stream
-        # a whole model is called by the user, also where its forward is recomputed in backward
-        if stream.nested or (stream.inside and state.plan.path):
+        if state.inside:
             with stream.entered():
                 return super().forward(*args, **kwargs)
         config = getattr(self, "config", None)
@@ -170,30 +177,39 @@ class Element(Lowered):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
+        if state.stream.shared is not None:
+            return self._tpplan_step(*args, **kwargs)
+        with state.stream.called(state.plan.path):
+            return self._tpplan_step(*args, **kwargs)
+
+    def _tpplan_step(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
         stream = state.stream
         _prepare(self, summed_only=False)
         plan = state.plan.element
         assert plan is not None
         x = _taken(plan.argument, args, kwargs)
-        if not stream.sequence_parallel or stream.length is not None or x is None:
-            return super().forward(*args, **kwargs)
+        if not stream.sequence_parallel or x is None or state.length is not None:
+            return self._tpplan_summing(*args, **kwargs)
         require_sequence(x, stream.dim + 2, state.plan.path)
         length = x.size(stream.dim)
         if isinstance(x, DTensor):
             local = stream.to_local(x)
         else:
             local = split(x, stream.dim, state.transition)
-        stays = isinstance(x, DTensor) or stream.inside
+        stays = isinstance(x, DTensor) or state.inside
         args, kwargs = _replaced(plan.argument, local, args, kwargs)
         for other in plan.others:
             y = _taken(other, args, kwargs)
             if stream.is_sharded(y) and y.size(stream.dim) == length:
                 args, kwargs = _replaced(other, stream.to_local(y), args, kwargs)
+        start = stream.now()
         stream.length = length
         try:
-            out = super().forward(*args, **kwargs)
+            out = self._tpplan_summing(*args, **kwargs)
         finally:
             stream.length = None
+            stream.remember(start, state.plan.path, length)
 
         def answer(y: torch.Tensor) -> torch.Tensor:
             if stays:
@@ -206,18 +222,67 @@ class Element(Lowered):
         items[plan.output] = answer(items[plan.output])
         return type(out)(items)
 
+    def _tpplan_summing(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, with what its layers keep back for a common sum."""
+        state = self._tpplan
+        watched = state.watched
+        if watched is None:
+            watched = state.watched = _watched(self)
+        if not watched:
+            return super().forward(*args, **kwargs)
+        stream = state.stream
+        outer = stream.parts
+        seen = any(watched)  # by hooks, which are to see each output as it is
+        stream.parts = parts = None if seen else Parts(torch.is_grad_enabled())
+        try:
+            out = super().forward(*args, **kwargs)
+        finally:
+            stream.parts = outer
+        if parts is not None and parts.kept:
+            layers = next(iter(parts.kept))
+            raise RuntimeError(
+                f"{layers[-1]} did not run in {state.plan.path or 'the model'}: the outputs of "
+                f"{', '.join(layers)} are added and reduced together, as the model ran them when "
+                "the plan was compiled; give them the option 'reduce: separate'"
+            )
+        return out
+
+
+def _watched(element: Lowered) -> tuple[Any, ...]:
+    """The hooks of the modules that give out what is reduced together in ``element``."""
+    found: list[nn.Module] = []
+    for name, inner in element.named_modules():
+        if isinstance(inner, Lowered) and inner._tpplan.plan.together:
+            parts = name.split(".")
+            found += [element.get_submodule(".".join(parts[:n])) for n in range(1, len(parts) + 1)]
+    return tuple(
+        hooks
+        for module in found
+        for hooks in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    )
+
 
 class Boundary(Lowered):
     """The outermost module that was given a tensor for column-parallel layers only."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
+        if state.stream.shared is not None:
+            return self._tpplan_enter(*args, **kwargs)
+        if state.plan.projection and state.alone:
+            return super().forward(*args, **kwargs)
+        with state.stream.called(state.plan.path):
+            return self._tpplan_enter(*args, **kwargs)
+
+    def _tpplan_enter(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
         given = args, kwargs
+        length = state.length
         for plan, entry in zip(state.plan.boundaries, state.entries, strict=True):
             x = _taken(plan.arguments[0], *given)
             if x is None:
                 continue  # cross-attention that is given no states reads them from its cache
-            entered = entry.enter(x, state.stream)
+            entered = entry.enter(x, state.stream, length)
             for argument in plan.arguments:
                 if _taken(argument, *given) is not x:
                     raise RuntimeError(
@@ -261,7 +326,7 @@ class Apart(Lowered):
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
-        if isinstance(input, DTensor) and state.stream.length is None:
+        if isinstance(input, DTensor) and state.length is None:
             sharded = state.stream.is_sharded(input) and input.dim() > state.stream.dim + 1
             whole = state.stream.whole(input, state.transition) if sharded else None
             input = input.full_tensor() if whole is None else whole
@@ -274,8 +339,16 @@ class SequenceParallel(Lowered):
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
         stream = state.stream
-        if not stream.sequence_parallel or stream.length is not None:
+        if not stream.sequence_parallel or state.length is not None:
             return super().forward(input, *args, **kwargs)
+        if stream.shared is None:
+            with stream.called(state.plan.path):
+                return self._tpplan_rows(input, *args, **kwargs)
+        return self._tpplan_rows(input, *args, **kwargs)
+
+    def _tpplan_rows(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
+        stream = state.stream
         if isinstance(input, DTensor):
             length = input.size(stream.dim)
             out = super().forward(stream.to_local(input), *args, **kwargs)
@@ -287,7 +360,7 @@ class SequenceParallel(Lowered):
         # ids of positions, of shape (sequence,) or (batch, sequence)
         dim, length = input.dim() - 1, input.size(-1)
         out = super().forward(split(input, dim, state.transition), *args, **kwargs)
-        if stream.inside:
+        if state.inside:
             return stream.to_global(out, length, dim)
         return join(out, dim, length, state.transition)
 
@@ -299,11 +372,11 @@ class SequenceEmbedding(Lowered, nn.Embedding):
         state = self._tpplan
         stream = state.stream
         (weight,) = self._locals()
-        if not stream.sequence_parallel or stream.length is not None:
+        if not stream.sequence_parallel or state.length is not None:
             return self._tpplan_widen(F.embedding(input, weight, self.padding_idx))
         dim, length = input.dim() - 1, input.size(-1)
         rows = F.embedding(split(input, dim, state.transition), weight, self.padding_idx)
         own = self._tpplan_widen(rows)
-        if stream.inside:
+        if state.inside:
             return stream.to_global(own, length, dim)
         return join(own, dim, length, state.transition)

@@ -19,7 +19,7 @@ from tpplan.planner.replay import assign
 from tpplan.rewrite.attention import MultiheadAttention
 from tpplan.rewrite.draws import Draws
 from tpplan.rewrite.entry import Entry
-from tpplan.rewrite.fused import ROLES, Swapped
+from tpplan.rewrite.fused import ROLES, Around, Swapped, common, partner_of
 from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseScattered, RowwiseTogether
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
 from tpplan.rewrite.norm import WidthNorm
@@ -89,7 +89,7 @@ class PlannedStyle(ParallelStyle):
         if roles or inner is not None:
             site = summing_site(self.plan.path)
             own = Own(module, self.plan.parameters, summed, site, apart)
-            partner = partner_of(self.plan, self.root)
+            partner = partner_of(self.plan.path, module, self.plan.kernel, self.root)
             state = State(self.plan, self.stream, own, self._transition(), self._entries(), partner)
             lower(module, roles, state, inner)
         return module
@@ -152,17 +152,18 @@ def runs_fused(plan: ModulePlan, device_type: str) -> bool:
 
 def swap_kernels(model: nn.Module, compiled: CompiledPlan, device_type: str) -> None:
     """The fused kernels of a model that is not sharded."""
+    around: dict[str, None] = {}
     for path, plan in compiled.modules.items():
         choice = plan.kernel
-        if choice is not None and runs_fused(plan, device_type):
-            role = ROLES[type(choice.form)]
-            lower(model.get_submodule(path), [role], Swapped(choice, partner_of(plan, model)))
-
-
-def partner_of(plan: ModulePlan, model: nn.Module) -> nn.Module | None:
-    """The module whose bias the kernel of another one adds."""
-    form = None if plan.kernel is None else plan.kernel.form
-    return model.get_submodule(form.linear) if isinstance(form, GeluForm) else None
+        if choice is None or not runs_fused(plan, device_type):
+            continue
+        module = model.get_submodule(path)
+        partner = partner_of(path, module, choice, model)
+        lower(module, [ROLES[type(choice.form)]], Swapped(choice, partner))
+        if isinstance(choice.form, GeluForm):
+            around[common(path, choice.form.linear)] = None
+    for path in around:
+        lower(model.get_submodule(path), [Around], Swapped(None))
 
 
 def roles_of(
@@ -200,7 +201,7 @@ def roles_of(
         together = RowwiseTogether if plan.together else Rowwise
         roles.append(RowwiseScattered if scattered else together)
     elif plan.projection:
-        roles.append(fused or Colwise)
+        roles += [Colwise] if fused is None else [fused, Colwise]
     elif plan.norm is not None:
         roles.append(WidthNorm)
     elif plan.style == "colwise" and isinstance(module, nn.ModuleList):

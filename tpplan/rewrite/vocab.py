@@ -29,10 +29,10 @@ class VocabEmbedding(Lowered, nn.Embedding):
         if not stream.sequence_parallel or gathered:
             return reduce_out(partial, state.transition)
         out = scatter_out(partial, stream.dim, state.transition)
-        if stream.length is not None:
+        if state.length is not None:
             return out
         length = input.size(stream.dim)
-        if stream.inside:
+        if state.inside:
             return stream.to_global(out, length)
         return join(out, stream.dim, length, state.transition)
 
@@ -65,7 +65,7 @@ class VocabHead(Lowered):
         last = logits.dim() - 1
         output = state.plan.options.get("output")
         compiling = torch.compiler.is_compiling()
-        if not compiling and (stream.nested or output == "shard"):
+        if not compiling and (state.inside or output == "shard"):
             return Origin(stream, state.transition, self.out_features, output).wrap(logits)
         if output == "shard":
             return stream.to_global(logits, self.out_features, last)
