@@ -43,7 +43,7 @@ class Source:
         specs: those that were made, as making one takes long.
     """
 
-    __slots__ = ("specs", "group", "kind", "mesh", "randomness", "site")
+    __slots__ = ("group", "kind", "mesh", "randomness", "site", "specs")
 
     def __init__(
         self,

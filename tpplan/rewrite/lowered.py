@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.comm import Stream, Transition
+from tpplan.comm.agreement import Schedule
 from tpplan.comm.distribute import distributed
 from tpplan.planner import ModulePlan
 from tpplan.rewrite.entry import Entry
@@ -35,8 +36,7 @@ class State:
         entries: its boundaries, each shared with the modules that enter with the same tensor.
         partner: the module whose bias it adds, if any.
         members: rewritten modules inside it, found when first needed.
-        checked: whether its first batch was compared across the ranks; checked_draws: and, in
-            training, their random state.
+        schedule: when the ranks compare what it is called with.
         within_own: whether it was called while the rank drew from its own random sequence.
     """
 
@@ -56,8 +56,7 @@ class State:
         self.entries = entries
         self.partner = partner
         self.members: list[tuple[Lowered, Own]] | None = None
-        self.checked = False
-        self.checked_draws = False
+        self.schedule = Schedule()
         self.within_own = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
