@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 NeedsValuesError = (DataDependentOutputException, DynamicOutputShapeException)
 """What an op raises whose result depends on values that fake tensors do not have."""
@@ -44,7 +45,9 @@ __all__ = [
     "fakes_are_made",
     "has_data",
     "in_backward",
+    "is_composite",
     "is_held_elsewhere",
+    "is_view",
     "kept_by_fsdp",
     "local_of",
     "memory_of",
@@ -60,7 +63,9 @@ __all__ = [
     "spec_of",
     "unflattened",
     "unfused",
+    "unobserved",
     "without_fakes",
+    "written_by",
 ]
 
 _RUN_AT_ONCE = 2**62
@@ -159,13 +164,22 @@ def mesh_of(tensor: DTensor) -> DeviceMesh:
 
 
 def dtensor_spec(
-    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    stride: Sequence[int] | None = None,
 ) -> DTensorSpec:
-    """The spec of a contiguous global tensor of ``shape``; costs 10 µs, so callers keep it."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(int(size), 1))
-    meta = TensorMeta(torch.Size(shape), tuple(reversed(strides)), dtype)
+    """The spec of a global tensor of ``shape``, contiguous unless its ``stride`` is given.
+
+    It costs 10 µs, so callers keep it.
+    """
+    if stride is None:
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.append(strides[-1] * max(int(size), 1))
+        stride = strides[::-1]
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
@@ -253,6 +267,36 @@ def rehearsed_in(context: contextlib.AbstractContextManager[object]) -> Iterator
 def dispatch_is_observed() -> bool:
     """Whether a mode is to see, or to replace, the ops that are called."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def unobserved() -> contextlib.AbstractContextManager[object]:
+    """Within it, no mode sees the ops that are called: they are no part of the computation."""
+    if not dispatch_is_observed():
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an op consists of others, which autograd sees in its place."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")  # type: ignore[no-any-return]
+
+
+def is_view(func: Any) -> bool:
+    """Whether what an op returns shares the storage of what it was given."""
+    kinds = [r.alias_info for r in func._schema.returns]
+    return any(kind is not None and not kind.is_write for kind in kinds)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that an op writes to."""
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += tree_leaves(given)
+    return found
 
 
 def has_data(x: torch.Tensor) -> bool:

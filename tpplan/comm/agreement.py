@@ -1,36 +1,79 @@
-"""Whether the ranks of a group agree."""
+"""Whether the ranks of a group agree: on what they are fed, and on their random numbers."""
 
 from __future__ import annotations
 
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import DTensor
 
+from tpplan import compat
 from tpplan.comm.collectives import Group, Site, all_gather
 from tpplan.comm.randomness import Randomness
-from tpplan.compat import fakes_are_made
+
+SWITCH = "TPPLAN_CHECK_RANKS"
+_OFTEN = 256
+_PIECE = 2**16
+"""Elements that are looked at together, at the least; of large tensors a 64th."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+# odd, below 2^63: of splitmix64 (Steele, Lea and Flood 2014)
+_FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x14D049BB133111EB
+
+
+class Schedule:
+    """When the ranks compare what they are given: at calls that all of them count alike.
+
+    The first, second, fourth, ... call, every 256th, and each of another kind than the one before
+    it: the prompt and the first token of every generation, the first call of an evaluation. The
+    environment variable ``TPPLAN_CHECK_RANKS`` says otherwise: 0 for never, "every" for each call.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._kind: object = None
+        self._switch = os.environ.get(SWITCH, "1")
+        if self._switch not in ("0", "1", "every"):
+            raise ValueError(f"{SWITCH} is {self._switch!r}; it may be 0, 1 or every")
+
+    def due(self, kind: object) -> bool:
+        """Whether the call that begins, of that kind, is one to compare at."""
+        self.calls = n = self.calls + 1
+        changed, self._kind = kind != self._kind, kind
+        if self._switch != "1":
+            return self._switch == "every"
+        return changed or n & (n - 1) == 0 or n % _OFTEN == 0
 
 
 def require_same_inputs(
-    inputs: Any, group: Group, site: Site, randomness: Randomness | None = None
+    inputs: Any,
+    group: Group,
+    site: Site,
+    device_type: str,
+    randomness: Randomness | None = None,
 ) -> None:
-    """Compare a fingerprint of every tensor in ``inputs`` over the ranks; one small all-gather.
+    """Compare a fingerprint of the tensors in ``inputs`` over the ranks; one small all-gather.
 
     Args:
+        device_type: that the ranks send from.
         randomness: compared as well, where the ranks are going to draw the same masks.
 
     Raises:
         ValueError: where a rank was given other inputs than the first, or stands elsewhere in the
             random sequence.
     """
-    tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-    if not tensors or fakes_are_made() or any(t.is_meta for t in tensors):
+    tensors = list(_compared(inputs))
+    if compat.fakes_are_made() or any(t.is_meta for t in tensors):
         return
-    device = tensors[0].device
     with torch.no_grad():
-        batch = torch.stack([_fingerprint(t).to(device) for t in tensors]).sum()
-        random = torch.tensor(0 if randomness is None else randomness.fingerprint(), device=device)
+        batch = torch.full((), len(tensors), dtype=torch.long, device=device_type)
+        for t in tensors:  # in their order: what two of them swap is noticed
+            batch = batch * _FIRST + _fingerprint(t, group).to(device_type)
+        position = 0 if randomness is None else randomness.fingerprint()
+        random = torch.full((), position, dtype=torch.long, device=device_type)
         mine = torch.stack([batch, random]).reshape(1, 2)
         everybody = all_gather(mine, 0, group.size, group, site).tolist()
     other = _first_other([batch for batch, _ in everybody])
@@ -38,7 +81,8 @@ def require_same_inputs(
         raise ValueError(
             f"rank {other} of the tensor-parallel group was given another batch than rank 0: "
             "all ranks of a tp group must be fed the same inputs (give a DistributedSampler the "
-            "data-parallel ranks, not the whole world)"
+            "data-parallel ranks, not the whole world; when tokens are sampled, give all ranks of "
+            "a tp group the same torch.manual_seed)"
         )
     other = _first_other([random for _, random in everybody])
     if other is not None:
@@ -55,11 +99,62 @@ def _first_other(values: list[int]) -> int | None:
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 
-def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
-    if local is not tensor:
-        return torch.zeros((), dtype=torch.long, device=local.device)
-    data = local.detach().contiguous().reshape(-1).view(torch.uint8).long()
-    weights = torch.arange(1, data.numel() + 1, device=data.device) % 65521
-    shape = sum((i + 1) * int(n) for i, n in enumerate(local.shape))
-    return (data * (weights + 1)).sum() + shape
+def _compared(inputs: Any, listed: bool = False) -> Iterator[torch.Tensor]:
+    """The tensors in ``inputs``, and of lists in them those that do not float.
+
+    Lists of floating tensors are keys and values that the model gave out before: each rank has
+    those of its own heads.
+    """
+    if isinstance(inputs, torch.Tensor):
+        if not listed or not (inputs.is_floating_point() or inputs.is_complex()):
+            yield inputs
+    elif isinstance(inputs, Mapping):
+        for value in inputs.values():
+            yield from _compared(value, listed)
+    elif isinstance(inputs, list | tuple):
+        for value in inputs:
+            yield from _compared(value, listed=True)
+
+
+def _fingerprint(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """A number for the values of ``tensor``, their places, its shape and its dtype."""
+    said = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if isinstance(tensor, DTensor):
+        said = f"{said} {tensor.placements}"
+        tensor = _replica(tensor, group)
+    total = torch.full((), zlib.crc32(said.encode()), dtype=torch.long, device=tensor.device)
+    if tensor.layout is not torch.strided:
+        return total
+    at = 0
+    for piece in _pieces(tensor.detach().resolve_conj().resolve_neg(), _piece(tensor)):
+        words = piece.view(_WORDS[piece.element_size()]).to(torch.long, copy=True)
+        weights = torch.arange(at, at + words.numel(), device=words.device)
+        weights.mul_(_FIRST).bitwise_xor_(weights >> 29).mul_(_SECOND).bitwise_xor_(weights >> 32)
+        total += words.mul_(weights.bitwise_or_(1)).sum()
+        at += words.numel()
+    return total
+
+
+def _replica(tensor: DTensor, group: Group) -> torch.Tensor:
+    """What all ranks of the group must hold alike of ``tensor``."""
+    mesh, local = tensor.device_mesh, compat.local_of(tensor)
+    for i, placement in enumerate(tensor.placements):
+        if mesh.get_group(i).group_name == group.name and placement.is_replicate():
+            return local
+    return local.new_empty(0)
+
+
+def _piece(tensor: torch.Tensor) -> int:
+    return max(_PIECE, tensor.numel() // 64)
+
+
+def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """All elements in order, in flat pieces of at most ``limit``; little is copied at a time."""
+    if tensor.numel() == 0:
+        return
+    if tensor.is_contiguous() or tensor.numel() <= limit:
+        yield from tensor.contiguous().view(-1).split(limit)
+        return
+    each = math.prod(tensor.shape[1:])
+    for part in tensor.split(max(1, limit // each)):
+        yield from _pieces(part if len(part) > 1 else part[0], limit)

@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tpplan import compat
-from tpplan.comm.collectives import Group, chunk, pad
-from tpplan.comm.conjugates import Transition, join
+from tpplan.comm.collectives import Group, Site, chunk, pad
+from tpplan.comm.conjugates import Transition, join, split
 from tpplan.comm.randomness import Randomness
+from tpplan.comm.sharded import Sharded, Source, Window, rows_of, whole_of
 
 # runs that are remembered, for code of theirs that backward recomputes: of the last forwards
 _REMEMBERED = 16384
@@ -74,6 +75,7 @@ class Stream:
         parts: of the element that runs, None where its layers are reduced one by one.
         whole_results: whether the user is given full tensors only, no sharded logits.
         randomness: the random sequences of this rank.
+        source: of the stream in its global form.
     """
 
     def __init__(
@@ -90,7 +92,8 @@ class Stream:
         self.dim = dim
         self.whole_results = True
         self.randomness = Randomness(self.group.rank, mesh.device_type)
-        self._specs: dict[tuple[Any, ...], compat.DTensorSpec] = {}
+        site = Site("", "the stream, gathered")
+        self.source = Source(mesh, self.group, site, self.randomness)
         self._start()
 
     def _start(self) -> None:
@@ -188,26 +191,29 @@ class Stream:
         kept = chunk_of(x)
         if kept is not None:
             return kept
+        if isinstance(x, Window):
+            return split(x.to_local(), self.dim, self.source.transition)
         if not self.is_sharded(x):
             x = x.redistribute(placements=[Shard(self.dim)])
-        if torch.compiler.is_compiling():
-            return pad(x.to_local(), self.dim, chunk(x.size(self.dim), self.group.size))
-        return _ToLocal.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+        rows = chunk(x.size(self.dim), self.group.size)
+        if not isinstance(x, Sharded):
+            return pad(x.to_local(), self.dim, rows)
+        return rows_of(x, rows)
 
     def to_global(self, local: torch.Tensor, length: int, dim: int | None = None) -> DTensor:
         """The DTensor of global ``length`` along ``dim`` whose padded chunk is ``local``."""
         dim = self.dim if dim is None else dim
         if torch.compiler.is_compiling():
-            spec = self._spec(local, length, dim)
+            spec = self.source.spec(local, length, dim)
             return DTensor.from_local(
-                self._unpadded(local, length, dim),
+                self.source.unpadded(local, length, dim),
                 self.mesh,
                 [Shard(dim)],
                 run_check=False,
                 shape=spec.tensor_meta.shape,  # type: ignore[union-attr]
                 stride=spec.tensor_meta.stride,  # type: ignore[union-attr]
             )
-        x: DTensor = _ToGlobal.apply(local, self, length, dim)  # type: ignore[no-untyped-call]
+        x = whole_of(local, self.source, length, dim)
         if dim == self.dim and local.size(dim) * self.group.size == length:
             # the next element of the stack takes the chunk from here and skips both conversions;
             # a padded one would not see what is written into the local tensor of x
@@ -218,25 +224,6 @@ class Stream:
         """The full tensor of a DTensor stream, for code that is the same on every rank."""
         length = x.size(self.dim)
         return join(self.to_local(x), self.dim, length, transition)
-
-    def _unpadded(self, local: torch.Tensor, length: int, dim: int) -> torch.Tensor:
-        rows = local.size(dim)
-        if rows * self.group.size == length:
-            return local
-        mine = max(0, min(rows, length - rows * self.group.rank))
-        return local.narrow(dim, 0, mine).contiguous()
-
-    def _spec(self, local: torch.Tensor, length: int, dim: int) -> compat.DTensorSpec:
-        shape = list(local.shape)
-        shape[dim] = length
-        key = (*shape, dim, local.dtype)
-        spec = self._specs.get(key)
-        if spec is None:
-            if len(self._specs) > 64:  # lengths change at every step of a decoding loop
-                self._specs.clear()
-            spec = compat.dtensor_spec(self.mesh, (Shard(dim),), shape, local.dtype)
-            self._specs[key] = spec
-        return spec
 
 
 def _is_around(outer: str, path: str) -> bool:
@@ -260,36 +247,3 @@ def chunk_of(x: DTensor) -> torch.Tensor | None:
 def version_of(x: torch.Tensor) -> int:
     """How often ``x`` was changed in place; inference tensors do not say."""
     return 0 if x.is_inference() else x._version
-
-
-class _ToGlobal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, stream: Stream, length: int, dim: int) -> DTensor:
-        ctx.stream, ctx.dim, ctx.rows = stream, dim, local.size(dim)
-        return compat.dtensor(
-            stream._unpadded(local, length, dim), stream._spec(local, length, dim)
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        if grad.placements[0] != Shard(ctx.dim):
-            grad = grad.redistribute(placements=[Shard(ctx.dim)])
-        local = grad.to_local() if compat.differentiates_backward() else compat.local_of(grad)
-        return pad(local, ctx.dim, ctx.rows), None, None, None
-
-
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, stream: Stream) -> torch.Tensor:
-        ctx.stream, ctx.length = stream, x.size(stream.dim)
-        local = compat.local_of(x)
-        rows = chunk(ctx.length, stream.group.size)
-        if rows == local.size(stream.dim):
-            return local.view_as(local)
-        return pad(local, stream.dim, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[DTensor | None, ...]:  # type: ignore[override]
-        stream, dim = ctx.stream, ctx.stream.dim
-        mine = stream._unpadded(grad, ctx.length, dim)
-        return compat.dtensor(mine, stream._spec(grad, ctx.length, dim)), None

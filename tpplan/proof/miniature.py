@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from tpplan.layout import Rows
 from tpplan.language import FrozenMap
+from tpplan.layout import Rows
 from tpplan.planner import CompiledPlan, Element, ModulePlan
 from tpplan.planner.likeness import identity
 from tpplan.planner.replay import taken

@@ -33,7 +33,7 @@ from tpplan.proof.calls import (
 )
 from tpplan.proof.exact import exact, widened
 from tpplan.proof.locate import Divergence, compare, rule_near, watched
-from tpplan.proof.miniature import TooLargeError, miniature, unsharded
+from tpplan.proof.miniature import miniature, unsharded
 from tpplan.proof.step import Result, Scene, step, worst
 from tpplan.rewrite import apply
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import simulate
-from tpplan.language import Diagnostic, Plan, PlanError, Rule
+from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.planner import CompiledPlan, compile_plan
 from tpplan.planner.shadow import call_for
 from tpplan.proof.calls import random_ids

@@ -1,7 +1,7 @@
 """Logits that the model's own code takes for whole ones, while each rank holds its classes.
 
-A loss computed from them runs where they are (``comm.cross_entropy``); whatever else is done to
-them is done as on any DTensor, and gathers them where there is no other way.
+A loss computed from them runs where they are (``comm.cross_entropy``); what else is done to them
+stays sharded where each class is on its own, and gathers them where not (``comm.sharded``).
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import _reduction
-from torch.utils._pytree import tree_leaves, tree_map
 
-from tpplan.comm import Site, Stream, Transition, chunk, join, split
+from tpplan.comm import Site, Stream, Transition, chunk, join
 from tpplan.comm.cross_entropy import Vocabulary, cross_entropy
+from tpplan.comm.sharded import Sharded, Source, dim_of, rows_of, whole_of
 from tpplan.comm.stream import chunk_of, version_of
 
-_CHANGING = frozenset({"__setitem__", "__set__", "__delete__"})
 
-
-class Origin:
+class Origin(Source):
     """One call of a head, which all logits that come of it refer to.
 
     Attributes:
@@ -32,55 +30,52 @@ class Origin:
         scored: whether a loss was computed from the logits while they were sharded.
     """
 
-    __slots__ = ("classes", "output", "scored", "stream", "transition")
+    __slots__ = ("classes", "head", "output", "scored", "stream")
 
-    def __init__(
-        self, stream: Stream, transition: Transition, classes: int, output: object
-    ) -> None:
-        self.stream, self.transition = stream, transition
+    def __init__(self, stream: Stream, head: Transition, classes: int, output: object) -> None:
+        super().__init__(stream.mesh, stream.group, head.forward, stream.randomness, Logits)
+        self.specs = stream.source.specs
+        self.stream, self.head = stream, head
         self.classes, self.output = classes, output
         self.scored = False
 
+    @property
+    def transition(self) -> Transition:
+        """From rows to the whole tensor, and back."""
+        return self.head
+
     def wrap(self, local: torch.Tensor) -> Logits:
         """The logits of all classes, of which ``local`` has this rank's last."""
-        x = self.stream.to_global(local, self.classes, local.dim() - 1)
+        x = whole_of(local, self, self.classes, local.dim() - 1)
         # who gathers these very logits takes them from here and skips both conversions
         x._tpplan_chunk = (local, version_of(x))  # type: ignore[attr-defined]
-        return self.mark(x)
-
-    def mark(self, x: DTensor) -> Logits:
-        """``x`` as logits of this origin."""
-        x.__class__ = Logits
-        x._tpplan_origin = self  # type: ignore[attr-defined]
         return x  # type: ignore[return-value]
 
     def vocabulary(self) -> Vocabulary:
         """How the classes are sharded."""
-        group, site = self.stream.group, self.transition.forward
+        site = self.site
 
         def of(reason: str) -> Site:
             return Site(site.module, f"cross entropy: {reason}", site.rule)
 
         return Vocabulary(
             self.classes,
-            min(chunk(self.classes, group.size) * group.rank, self.classes),
-            group,
+            self.rows(self.classes)[0],
+            self.group,
             of("largest logit of each token"),
             of("sum of the exponentials"),
             of("logit of the target"),
         )
 
 
-class Logits(DTensor):
+class Logits(Sharded):
     """A DTensor sharded along its classes, for code that was written for whole logits.
 
-    ``F.cross_entropy`` with class indices runs on the shards. Every other function runs as on a
-    DTensor, plain tensors beside it being the same on all ranks, or else on the whole logits. What
-    comes of it is ``Logits`` where it is still sharded along the classes, a plain whole tensor
-    where it is not.
+    ``F.cross_entropy`` with class indices runs on the shards; all other functions run as on any
+    ``Sharded``.
     """
 
-    _tpplan_origin: Origin
+    _tpplan_source: Origin
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,20 +85,14 @@ class Logits(DTensor):
                 loss = _loss(*args, **kwargs)
                 if loss is not None:
                     return loss
-                return _on_whole(func, args, kwargs)
-            x = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Logits))
-            if func is torch.Tensor.__setitem__ and args[0] is x:
-                return _assign(*args)
-            out = _computed(func, args, kwargs, x)
-            return tree_map(lambda t: _answer(t, x._tpplan_origin), out)
+            return func(*args, **kwargs)
 
     def whole(self) -> torch.Tensor:
         """The logits of all classes, on every rank; differentiable."""
         with torch._C.DisableTorchFunctionSubclass():
-            origin, dim = self._tpplan_origin, _class_dim(self)
-            kept = chunk_of(self)
-            local = self.to_local() if kept is None else kept
-            return join(local, dim, origin.classes, origin.transition)
+            kept, dim = chunk_of(self), dim_of(self)
+            local = rows_of(self) if kept is None else kept
+            return join(local, dim, self.size(dim), self._tpplan_source.transition)
 
     def answer(self, training: bool) -> torch.Tensor:
         """What the user gets: sharded or whole, as the plan says.
@@ -111,72 +100,10 @@ class Logits(DTensor):
         Where it does not say, whole; but not in training when the model computed its loss from the
         shards: the gather would cost what that has saved.
         """
-        origin = self._tpplan_origin
+        origin = self._tpplan_source
         if origin.output == "shard" or (origin.output is None and training and origin.scored):
             return self
         return self.whole()
-
-
-def _class_dim(x: DTensor) -> int:
-    placement = x.placements[0]
-    assert isinstance(placement, Shard)
-    return placement.dim
-
-
-def _answer(value: Any, origin: Origin) -> Any:
-    if not isinstance(value, DTensor):
-        return value
-    placement = value.placements[0]
-    if value.device_mesh != origin.stream.mesh:
-        return value
-    if isinstance(placement, Shard) and value.size(placement.dim) == origin.classes:
-        return origin.mark(value) if type(value) is DTensor else value
-    return value.full_tensor()
-
-
-def _computed(func: Any, args: Any, kwargs: Any, x: Logits) -> Any:
-    mesh = x.device_mesh
-
-    def beside(t: Any) -> Any:
-        if isinstance(t, torch.Tensor) and not isinstance(t, DTensor):
-            return DTensor.from_local(t, mesh, [Replicate()], run_check=False)
-        return t
-
-    try:
-        return func(*tree_map(beside, args), **tree_map(beside, kwargs))
-    except (torch.OutOfMemoryError, torch.distributed.DistError):
-        raise
-    except Exception:
-        if _changes(func, kwargs):
-            raise
-    return _on_whole(func, args, kwargs)
-
-
-def _changes(func: Any, kwargs: Any) -> bool:
-    """Whether a function writes into its arguments, which it must not do to a copy of them."""
-    name = getattr(func, "__name__", "")
-    inplace = name.endswith("_") and not name.endswith("__")
-    return inplace or name in _CHANGING or name.startswith("__i") or "out" in kwargs
-
-
-def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    def whole(t: Any) -> Any:
-        if isinstance(t, Logits):
-            return t.whole()
-        return t.full_tensor() if isinstance(t, DTensor) else t
-
-    return func(*tree_map(whole, args), **tree_map(whole, kwargs))
-
-
-def _assign(x: Logits, key: Any, value: Any) -> None:
-    """``x[key] = value``, through the whole logits: any index may be one of classes."""
-    origin, dim = x._tpplan_origin, _class_dim(x)
-    whole = x.whole().clone()
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    whole[key] = value
-    mine = split(whole, dim, origin.transition)
-    x.copy_(origin.stream.to_global(mine, origin.classes, dim))
 
 
 def _loss(
@@ -192,7 +119,7 @@ def _loss(
     """``F.cross_entropy`` on shards; None where that is not what it was given."""
     if not isinstance(input, Logits) or isinstance(target, Logits):
         return None
-    dim = _class_dim(input)
+    dim = dim_of(input)
     if dim != min(1, input.dim() - 1) or target.dtype != torch.long:
         return None
     if target.shape != (*input.shape[:dim], *input.shape[dim + 1 :]):
@@ -209,9 +136,12 @@ def _loss(
         return None
     if isinstance(target, DTensor):
         target = target.full_tensor()
-    origin = input._tpplan_origin
+    origin = input._tpplan_source
+    group = origin.group
+    if chunk(origin.classes, group.size) * (group.size - 1) >= origin.classes:
+        return None  # the last rank has no class
     kept = chunk_of(input)
-    local = input.to_local() if kept is None else kept
+    local = rows_of(input) if kept is None else kept
     rows = local.movedim(dim, -1).reshape(-1, local.size(dim))
     loss = cross_entropy(
         rows,
@@ -230,4 +160,4 @@ def _loss(
 def _usable(weight: torch.Tensor, logits: Logits) -> bool:
     autocast = torch.is_autocast_enabled(logits.device.type)
     fits = weight.dtype == logits.dtype or (autocast and weight.is_floating_point())
-    return fits and weight.shape == (logits._tpplan_origin.classes,) and not weight.requires_grad
+    return fits and weight.shape == (logits._tpplan_source.classes,) and not weight.requires_grad

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.comm import Stream, Transition
+from tpplan.comm.agreement import Schedule
 from tpplan.comm.distribute import taken
 from tpplan.planner import ModulePlan
 from tpplan.rewrite.entry import Entry
@@ -37,8 +38,7 @@ class State:
         entries: its boundaries, each shared with the modules that enter with the same tensor.
         partner: what its fused kernel needs to know of other modules, if anything.
         members: rewritten modules inside it, found when first needed.
-        checked: whether its first batch was compared across the ranks; checked_draws: and, in
-            training, their random state.
+        schedule: when the ranks compare what it is called with.
         within_own: whether it was called while the rank drew from its own random sequence.
         watched: the hooks of what is reduced together in it, found when first needed.
     """
@@ -59,8 +59,7 @@ class State:
         self.entries = entries
         self.partner = partner
         self.members: list[tuple[Lowered, Own]] | None = None
-        self.checked = False
-        self.checked_draws = False
+        self.schedule = Schedule()
         self.within_own = False
         self.watched: tuple[Sequence[Any] | Mapping[Any, Any], ...] | None = None
 

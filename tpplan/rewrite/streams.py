@@ -96,7 +96,7 @@ class Container(Lowered):
                 "only; ask the unsharded model for them"
             )
         if not torch.compiler.is_compiling():
-            self._check((args, kwargs))
+            self._check(args, kwargs)
         _prepare(self, summed_only=True)
         with stream.entered():
             out = super().forward(*args, **kwargs)
@@ -110,18 +110,24 @@ class Container(Lowered):
     def _logits(self, x: DTensor) -> torch.Tensor:
         return x.answer(self.training) if isinstance(x, Logits) else x
 
-    def _check(self, inputs: Any) -> None:
-        """Compare the ranks' first batch, and where the first random numbers are drawn from."""
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare, at some calls, the ranks' batches, and where random numbers are drawn from."""
         state = self._tpplan
-        draws = False
-        if self.training and not state.checked_draws:
-            draws = state.checked_draws = draws_in_training(self)
-        if state.checked and not draws:
+        stream, dim = state.stream, state.stream.dim
+        x = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
+        one = x is not None and x.dim() > dim and x.size(dim) == 1
+        if not state.schedule.due((self.training, torch.is_grad_enabled(), one)):
             return
-        site = Site(state.plan.path, "first batch, compared", phase="startup")
-        randomness = state.stream.randomness if draws else None
-        require_same_inputs(inputs, state.stream.group, site, randomness)
-        state.checked = True
+        site = Site(state.plan.path, "inputs of the ranks, compared", phase="startup")
+        draws = self.training and draws_in_training(self)
+        require_same_inputs(
+            # by name: what is given directly is told from what is in a list
+            {**dict(enumerate(args)), **kwargs},
+            stream.group,
+            site,
+            stream.mesh.device_type,
+            stream.randomness if draws else None,
+        )
 
     def _whole(self, x: DTensor) -> torch.Tensor:
         state = self._tpplan

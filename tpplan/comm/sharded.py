@@ -1,0 +1,442 @@
+"""Tensors of which each rank holds its rows along one dimension, and that compute as if whole.
+
+Code that nobody may edit runs on them: the model's between the modules of the stream and behind
+the head, the user's, and autograd's. Ops act on the values a whole tensor would have, so gradients
+of any order follow from them. An op that is known to give, on a rank's rows, that rank's rows of
+the result (``comm.rowwise``) runs there and sends nothing; sums add up what the ranks have; every
+other op runs on the whole tensors and answers with a plain one. Which of these is decided by the
+op and by global shapes alone, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tpplan import compat
+from tpplan.comm.collectives import Group, Site, all_gather, all_reduce, chunk, pad
+from tpplan.comm.conjugates import Transition, join, split
+from tpplan.comm.randomness import Randomness
+from tpplan.comm.rowwise import DRAWING, Call, Rowwise, rowwise
+from tpplan.compat import local_of, spec_of
+
+# what every backend sends; others are sent as bytes
+_SENT = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64})
+
+
+class Source:
+    """Where sharded tensors come from, which all that is computed from them refer to.
+
+    Attributes:
+        mesh: of the ranks that hold the parts; group: these ranks.
+        site: what a gather is reported under.
+        randomness: the random sequences of this rank.
+        kind: the class of these tensors.
+        specs: those that were made, as making one takes long.
+    """
+
+    __slots__ = ("group", "kind", "mesh", "randomness", "site", "specs")
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        group: Group,
+        site: Site,
+        randomness: Randomness,
+        kind: type[Sharded] | None = None,
+    ) -> None:
+        self.mesh, self.group = mesh, group
+        self.site, self.randomness = site, randomness
+        self.kind = kind or Sharded
+        self.specs: dict[tuple[Any, ...], compat.DTensorSpec] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Source:
+        return self
+
+    @property
+    def transition(self) -> Transition:
+        """From rows to the whole tensor, and back."""
+        return Transition(self.group, self.site, self.site)
+
+    def rows(self, length: int) -> tuple[int, int]:
+        """The first of this rank's rows of ``length``, and how many they are."""
+        each = chunk(length, self.group.size)
+        start = min(each * self.group.rank, length)
+        return start, min(each, length - start)
+
+    def unpadded(self, rows: torch.Tensor, length: int, dim: int) -> torch.Tensor:
+        """``rows`` without the padding that makes all ranks' as many."""
+        count = rows.size(dim)
+        mine = min(count, self.rows(length)[1])
+        return rows if mine == count else rows.narrow(dim, 0, mine).contiguous()
+
+    def spec(self, rows: torch.Tensor, length: int, dim: int) -> compat.DTensorSpec:
+        """Of a contiguous tensor that is ``length`` along ``dim``, and else as its ``rows``."""
+        shape = list(rows.shape)
+        shape[dim] = length
+        key = (*shape, dim, rows.dtype)
+        spec = self.specs.get(key)
+        if spec is None:
+            if len(self.specs) > 64:  # lengths change at every step of a decoding loop
+                self.specs.clear()
+            spec = compat.dtensor_spec(self.mesh, (Shard(dim),), shape, rows.dtype)
+            self.specs[key] = spec
+        return spec
+
+    def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's rows of a whole tensor."""
+        return whole.narrow(dim, *self.rows(whole.size(dim)))
+
+    def gathered(self, rows: torch.Tensor, dim: int, length: int, why: str) -> torch.Tensor:
+        """The whole tensor of this rank's rows, without autograd."""
+        site = replace(self.site, reason=f"{self.site.reason} for {why}")
+        dtype = rows.dtype
+        sent = rows if dtype in _SENT else rows.contiguous().unsqueeze(-1).view(torch.uint8)
+        sent = pad(sent, dim, chunk(length, self.group.size))
+        whole = all_gather(sent, dim, length, self.group, site)
+        return whole if dtype in _SENT else whole.contiguous().view(dtype).squeeze(-1)
+
+
+class Sharded(DTensor):
+    """A DTensor sharded along one dimension, for code that was written for whole tensors."""
+
+    _tpplan_source: Source
+    _tpplan_whole: Whole | None = None
+    _tpplan_writes: list[int] | None = None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return computed(func, args, kwargs or {})
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank; differentiable."""
+        dim = dim_of(self)
+        return join(rows_of(self), dim, self.size(dim), self._tpplan_source.transition)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's rows; differentiable."""
+        if grad_placements is not None:
+            return super().to_local(grad_placements=grad_placements)
+        return rows_of(self)
+
+
+class Window(DTensor):
+    """A view of some rows of a ``Sharded``: the same, and whole, on every rank.
+
+    It is a view of the gathered tensor. What is written to one of the two is found in the other by
+    the op that reads it next.
+    """
+
+    _tpplan_whole: Whole
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return computed(func, args, kwargs or {})
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The values, as a plain tensor; differentiable."""
+        return self.clone()
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The values, as a plain tensor; differentiable."""
+        return self.clone()
+
+
+class Whole:
+    """A sharded tensor gathered, and what keeps the two alike."""
+
+    __slots__ = ("_seen", "rows", "source", "tensor", "writes")
+
+    def __init__(self, x: Sharded, why: str) -> None:
+        # not x, which refers to this
+        self.source = x._tpplan_source
+        self.rows = wrapped(local_of(x), self.source, spec_of(x))
+        self.writes = x._tpplan_writes = x._tpplan_writes or [0]
+        self.tensor = self._gathered(why)
+        self._seen = self._version()
+
+    @staticmethod
+    def of(x: Sharded, why: str) -> Whole:
+        """What ``x`` is, whole: kept with it where its gradient will ask for it again."""
+        kept = x._tpplan_whole
+        if kept is not None and kept._seen == kept._version():
+            return kept
+        made = Whole(x, why)
+        if torch.is_grad_enabled() and x.requires_grad:
+            x._tpplan_whole = made
+        return made
+
+    def _gathered(self, why: str) -> torch.Tensor:
+        x, dim = self.rows, dim_of(self.rows)
+        made = self.source.gathered(local_of(x), dim, x.size(dim), why)
+        if made.is_contiguous() or not x.is_contiguous():
+            return made
+        return made.contiguous()  # kernels rely on what x says of itself
+
+    def _version(self) -> tuple[int, int]:
+        # ops on a sharded tensor do not count in its rows' version, direct ones do
+        rows = local_of(self.rows)
+        return self.writes[0], 0 if rows.is_inference() else rows._version
+
+    def refresh(self, why: str) -> None:
+        """Take over what was written to the rows."""
+        if self._seen != self._version():
+            self.tensor.copy_(self._gathered(why))
+            self._seen = self._version()
+
+    def write_back(self) -> None:
+        """Give the rows what was written to the whole."""
+        local_of(self.rows).copy_(self.source.own(self.tensor, dim_of(self.rows)))
+        self.writes[0] += 1
+        self._seen = self._version()
+
+
+def dim_of(x: DTensor) -> int:
+    """The dimension along which ``x`` is sharded."""
+    placement = x.placements[0]
+    assert isinstance(placement, Shard)
+    return placement.dim
+
+
+def wrapped(rows: torch.Tensor, source: Source, spec: compat.DTensorSpec) -> Sharded:
+    """``rows`` of this rank as a tensor of the shape in ``spec``; outside autograd."""
+    x = compat.dtensor(rows, spec, source.kind)
+    x._tpplan_source = source  # type: ignore[attr-defined]
+    return x  # type: ignore[return-value]
+
+
+def window(view: torch.Tensor, whole: Whole) -> Window:
+    """``view`` of ``whole.tensor`` as a view of what that was gathered from."""
+    mesh = whole.source.mesh
+    spec = compat.dtensor_spec(mesh, (Replicate(),), view.shape, view.dtype, view.stride())
+    x = compat.dtensor(view, spec, Window)
+    x._tpplan_whole = whole  # type: ignore[attr-defined]
+    return x  # type: ignore[return-value]
+
+
+def whole_of(rows: torch.Tensor, source: Source, length: int, dim: int) -> Sharded:
+    """The tensor of ``length`` along ``dim`` of which this rank has ``rows``; differentiable."""
+    return _WholeOf.apply(rows, source, length, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def rows_of(x: Sharded, count: int | None = None) -> torch.Tensor:
+    """This rank's rows of ``x``, followed by zeros up to ``count``; differentiable."""
+    return _RowsOf.apply(x, count)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def rows_in(grad: torch.Tensor, dim: int, count: int, source: Source) -> torch.Tensor:
+    """The rows, padded to ``count``, of whatever a gradient came as; differentiable."""
+    if isinstance(grad, Sharded) and dim_of(grad) == dim:
+        if compat.differentiates_backward():
+            return rows_of(grad, count)
+        return pad(local_of(grad), dim, count)
+    if isinstance(grad, DTensor):
+        grad = grad.full_tensor()
+    return split(grad, dim, source.transition).narrow(dim, 0, count)
+
+
+class _RowsOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Sharded, count: int | None) -> torch.Tensor:
+        local, dim = local_of(x), dim_of(x)
+        ctx.source, ctx.count = x._tpplan_source, local.size(dim)
+        ctx.dim, ctx.length = dim, x.size(dim)
+        if count is None or count == ctx.count:
+            return local.view_as(local)
+        return pad(local, dim, count)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return whole_of(grad, ctx.source, ctx.length, ctx.dim), None
+
+
+class _WholeOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, source: Source, length: int, dim: int) -> Sharded:
+        ctx.source, ctx.dim, ctx.count = source, dim, rows.size(dim)
+        return wrapped(source.unpadded(rows, length, dim), source, source.spec(rows, length, dim))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return rows_in(grad, ctx.dim, ctx.count, ctx.source), None, None, None
+
+
+# --- ops
+
+
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """An op of which an argument is ``Sharded`` or a ``Window``."""
+    if compat.is_composite(func):  # in inference mode, where autograd does not take it apart
+        return func.decompose(*args, **kwargs)
+    op = _Op(func, args, kwargs)
+    if op.sharded and (done := op.on_rows()) is not None:
+        return done[0]
+    return op.on_whole()
+
+
+class _Op:
+    """One op while it runs.
+
+    Attributes:
+        args, kwargs: with plain tensors in place of all DTensors that are not sharded.
+        sharded: those of the arguments that are.
+        written: the arguments that it changes.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func = func
+        self.name: str = func._schema.name.removeprefix("aten::")
+        self._origins: dict[int, tuple[torch.Tensor, DTensor]] = {}
+        self.args, self.kwargs = tree_map(self._settled, args), tree_map(self._settled, kwargs)
+        leaves = tree_leaves((self.args, self.kwargs))
+        self.sharded = [t for t in leaves if isinstance(t, Sharded)]
+        self.written = compat.written_by(func, self.args, self.kwargs)
+
+    def _settled(self, t: Any) -> Any:
+        if not isinstance(t, DTensor) or isinstance(t, Sharded):
+            return t
+        if isinstance(t, Window):
+            t._tpplan_whole.refresh(self.name)
+            plain = local_of(t)
+        else:
+            plain = local_of(t) if t.placements[0].is_replicate() else t.full_tensor()
+        self._origins[id(plain)] = plain, t
+        return plain
+
+    def _given(self, t: Any) -> Any:
+        """The argument that a result is, where it is one."""
+        return self._origins[id(t)][1] if id(t) in self._origins else t
+
+    # on rows
+
+    def on_rows(self) -> tuple[Any] | None:
+        """The result, where the op runs on the ranks' rows; None where it does not."""
+        x = self.sharded[0]
+        source, length = x._tpplan_source, x.size(dim_of(x))
+        if self.name == "is_same_size":
+            return (self.args[0].shape == self.args[1].shape,)
+        if any(t.size(dim_of(t)) != length for t in self.sharded):
+            return None
+        if self.name in DRAWING and not source.randomness.on_own:
+            return None
+        if not all(isinstance(t, Sharded) for t in self.written):
+            return None
+        held = {id(t): dim_of(t) for t in self.sharded}
+        call = Call(self.func, self.args, self.kwargs, held, length, *source.rows(length))
+        plan = rowwise(call)
+        if plan is None:
+            return None
+        whole = self._described(*(plan.like or (self.args, self.kwargs)))
+        made = [t for t in tree_leaves(whole) if isinstance(t, torch.Tensor)]
+        if not made or not all(self._fits(t, plan, length) for t in made):
+            return None
+        out = (plan.func or self.func)(*plan.args, **plan.kwargs)
+        if plan.summed:
+            site = replace(source.site, reason=f"{source.site.reason}: {self.name}")
+            out = tree_map(lambda t: all_reduce(t, source.group, site), out)
+        for t in self.written:
+            if t._tpplan_writes is not None:
+                t._tpplan_writes[0] += 1
+        if self.written:
+            return (self.written[0] if len(self.written) == 1 else tuple(self.written),)
+        if plan.at is None:
+            return (out,)
+        return (tree_map(lambda rows, t: self._answered(rows, t, plan, x), out, whole),)
+
+    def _described(self, args: Any, kwargs: Any) -> Any:
+        """The result's shapes, strides and dtypes, were all tensors whole."""
+        with compat.unobserved():
+            args, kwargs = tree_map(_described, (args, kwargs))
+            if kwargs.get("device") is not None:
+                kwargs["device"] = "meta"
+            return self.func(*args, **kwargs)
+
+    @staticmethod
+    def _fits(t: torch.Tensor, plan: Rowwise, length: int) -> bool:
+        if plan.summed:
+            return t.dtype in _SENT
+        if plan.at is None:
+            return True
+        at = plan.at(t.dim())
+        return 0 <= at < t.dim() and t.size(at) == length
+
+    def _answered(self, rows: Any, whole: Any, plan: Rowwise, x: Sharded) -> Any:
+        if not isinstance(rows, torch.Tensor):
+            return rows
+        assert plan.at is not None
+        at, mesh = plan.at(whole.dim()), x.device_mesh
+        spec = compat.dtensor_spec(mesh, (Shard(at),), whole.shape, whole.dtype, whole.stride())
+        made = wrapped(rows, x._tpplan_source, spec)
+        if compat.is_view(self.func):
+            made._tpplan_writes = x._tpplan_writes = x._tpplan_writes or [0]
+        return made
+
+    # on whole tensors
+
+    def on_whole(self) -> Any:
+        """The result, of whole tensors; what is written to sharded ones, each rank's rows take."""
+        wholes = {id(t): Whole.of(t, self.name) for t in self.sharded}
+        copies = {id(t): wholes[id(t)].tensor.clone() for t in self.written if id(t) in wholes}
+
+        def whole(t: Any) -> Any:
+            if id(t) in copies:
+                return copies[id(t)]
+            return wholes[id(t)].tensor if id(t) in wholes else t
+
+        args, kwargs = tree_map(whole, self.args), tree_map(whole, self.kwargs)
+        with self._alike():
+            out = self.func(*args, **kwargs)
+        for t in self.written:
+            self._write_back(t, copies.get(id(t)))
+        back = {id(copies[id(t)]): t for t in self.written if id(t) in copies}
+        viewed = self._viewed(wholes) if compat.is_view(self.func) and not self.written else None
+
+        def answer(t: Any) -> Any:
+            if not isinstance(t, torch.Tensor):
+                return t
+            if viewed is not None:
+                return window(t, viewed)
+            return back[id(t)] if id(t) in back else self._given(t)
+
+        return tree_map(answer, out)
+
+    def _alike(self) -> contextlib.AbstractContextManager[None]:
+        """Every rank draws the same."""
+        if self.sharded and torch.Tag.nondeterministic_seeded in self.func.tags:
+            return self.sharded[0]._tpplan_source.randomness.shared()
+        return contextlib.nullcontext()
+
+    def _write_back(self, t: torch.Tensor, copy: torch.Tensor | None) -> None:
+        origin = self._given(t)
+        if isinstance(origin, Window):
+            origin._tpplan_whole.write_back()
+        elif isinstance(t, Sharded) and copy is not None:
+            if copy.shape != t.shape:
+                raise NotImplementedError(f"{self.func} would change the shape of a sharded tensor")
+            local_of(t).copy_(t._tpplan_source.own(copy, dim_of(t)))
+            t._tpplan_writes = t._tpplan_writes or [0]
+            t._tpplan_writes[0] += 1
+
+    def _viewed(self, wholes: dict[int, Whole]) -> Whole | None:
+        """What a view is one of."""
+        x = next(t for t in tree_leaves(self.args) if isinstance(t, torch.Tensor))
+        origin = self._given(x)
+        return origin._tpplan_whole if isinstance(origin, Window) else wholes.get(id(x))
+
+
+def _described(t: Any) -> Any:
+    if not isinstance(t, torch.Tensor):
+        return t
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
