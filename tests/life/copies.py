@@ -83,15 +83,19 @@ def states(life: Life) -> None:
     for index, assign in enumerate((False, True)):
         other = life.sibling(11 + index)
         whole = other.reference.state_dict()
-        life.reference.load_state_dict(whole)
-        life.model.load_state_dict({n: t.clone() for n, t in whole.items()}, assign=assign)
+        life.reference.load_state_dict(_cloned(whole), assign=assign)  # unties what is tied
+        life.model.load_state_dict(_cloned(whole), assign=assign)
         life.found.add(f"loaded {assign}: values", compare_parameters(*life.both))
         life.step(f"loaded whole, assign={assign}")
         other = life.sibling(21 + index)
-        life.reference.load_state_dict(other.reference.state_dict())
-        life.model.load_state_dict(other.model.state_dict(), assign=assign)
+        life.reference.load_state_dict(_cloned(other.reference.state_dict()), assign=assign)
+        life.model.load_state_dict(_cloned(other.model.state_dict()), assign=assign)
         life.step(f"loaded shards, assign={assign}")
         life.update(f"loaded shards, assign={assign}")
+
+
+def _cloned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in state.items()}
 
 
 # --- other parameters
@@ -184,22 +188,18 @@ def weight_normed(life: Life) -> None:
 def _with_matrices(life: Life) -> Any:
     paths = [
         path
-        for path, module in life.reference.get_submodule("layers.0").named_modules("layers.0")
+        for path, module in life.reference.get_submodule("layers.0").named_modules(
+            prefix="layers.0"
+        )
         if getattr(module, "weight", None) is not None and module.weight.dim() == 2
     ]
     return life.pairs(*paths)
 
 
 def traced(life: Life) -> None:
-    """``torch.fx``: what it traces is right, or it is refused."""
+    """``torch.fx``, which records no collectives."""
     life.step("before")
-    graph = torch.fx.symbolic_trace(life.model, {"labels": None} if life.tokens else None)
-    reference = life.reference
-
-    def way(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return (model if model is reference else graph)(*args)
-
-    life.step("traced", way=way)
+    torch.fx.symbolic_trace(life.model, {"labels": None} if life.tokens else None)
 
 
 # --- compiled
@@ -277,7 +277,7 @@ def fsdp(life: Life, mesh: DeviceMesh) -> None:
     other = life.sibling(7)
     state = other.reference.state_dict()
     life.reference.load_state_dict(state)
-    life.model.load_state_dict({n: t.clone() for n, t in state.items()})
+    life.model.load_state_dict(_cloned(state))
     _data_parallel_step(life, mesh, "loaded")
 
 
