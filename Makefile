@@ -16,10 +16,11 @@ demo: $(READY)
 	$(BIN)/tpplan dry-run llama.yaml --model benchmarks/configs/llama-3.1-8b.json --tp 8 --batch 1 --seq 8192
 	$(BIN)/python -m benchmarks.demo
 
+# of the tests that exist in several ways one way each, another one every day
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-# every test in every combination of tp 2 and 4, TP and TP+SP; `test` takes them in turn
+# every test in every way: tp 2 and 4, TP and TP+SP, ...; `test` takes them in turn
 thorough: $(READY)
 	TPPLAN_TESTS=all TPPLAN_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
-import zlib
+import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.ranks import Ranks
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, said, turn
 
 
 @pytest.fixture(scope="session")
@@ -26,28 +26,43 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-# how tests.rewrite names the two sizes and the two modes in a test's name
-COMBINATION = re.compile(r"(?<=[\[-])(tp|tp\+sp|\d ranks)(?=[]-])")
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Say which part of the suite is run; a quiet run prints no header to put it in."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(said())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of tp 2 and 4 in both modes, a test that has all four takes one.
 
     Such tests take most of the suite's time, and what they prove in one combination rarely fails
-    in another. Which one goes by the test's name; ``make thorough`` runs all four.
+    in another. Each goes through all four in four days (see tests/thorough.py).
     """
     if THOROUGH:
         return
-    kept, left = [], []
+    tests: dict[Any, list[pytest.Item]] = {}
     for item in items:
         # a list of chosen combinations is one mark, and not to be thinned out
-        apart = {"tp", "sp"} <= {mark.args[0] for mark in item.iter_markers("parametrize")}
-        (left if apart and _other(item) else kept).append(item)
-    items[:] = kept
-    config.hook.pytest_deselected(items=left)
+        if {"tp", "sp"} <= {mark.args[0] for mark in item.iter_markers("parametrize")}:
+            tests.setdefault(_without_combination(item), []).append(item)
+    # neighbours do not go round in step: of a matrix, each row and column has all combinations
+    offsets = random.Random(0)
+    left = set()
+    for ways in tests.values():
+        taken = turn(offsets.randrange(4))
+        if len(ways) == 4:  # fewer are there where someone asks for them by name
+            left |= {item for item in ways if _combination(item) != taken}
+    items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=list(left))
 
 
-def _other(item: pytest.Item) -> bool:
-    params = item.callspec.params  # type: ignore[attr-defined]
-    turn = zlib.crc32(COMBINATION.sub("", item.name).encode()) % 4
-    return 2 * (params["tp"] == 4) + params["sp"] != turn
+def _without_combination(item: Any) -> Any:
+    params = item.callspec.params.items()  # all combinations are given the same objects
+    others = (id(value) for name, value in params if name not in ("tp", "sp"))
+    return item.path, item.cls, item.originalname, *others
+
+
+def _combination(item: Any) -> int:
+    params = item.callspec.params
+    return 2 * (params["tp"] == 4) + params["sp"]

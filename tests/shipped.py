@@ -9,6 +9,7 @@ from functools import cache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks import zoo
+from tests.thorough import turn
 from tpplan.language import Plan
 from tpplan.shipped import shipped_plans
 
@@ -38,6 +39,6 @@ def in_turn(labels: list[str]) -> list[tuple[str, int, bool]]:
     """Model, tp, sequence parallelism: one of the four ways for each, or all of them."""
     chosen = []
     for index, label in enumerate(labels):
-        ways = WAYS if EVERYTHING else [WAYS[index % len(WAYS)]]
+        ways = WAYS if EVERYTHING else [WAYS[turn(index, len(WAYS))]]
         chosen += [(label, tp, sp) for tp, sp in ways]
     return chosen

@@ -1,7 +1,33 @@
-"""Whether everything is run (``make thorough``), or what fits a suite of a few minutes."""
+"""What a run takes of the tests that exist in several ways: all of it, or a part that rotates.
+
+``make thorough`` (TPPLAN_TESTS=all) runs everything. Other runs take of each such test one way out
+of several, mostly a quarter of them: another one every day, or the one that TPPLAN_QUARTER says.
+Neither a test's name nor a model's has any part in that.
+"""
 
 from __future__ import annotations
 
+import datetime
 import os
 
 THOROUGH = os.environ.get("TPPLAN_TESTS") == "all"
+
+# kept for the processes that this one starts, so that they agree around midnight as well
+TURN = int(
+    os.environ.setdefault(
+        "TPPLAN_QUARTER", str(datetime.datetime.now(datetime.UTC).toordinal() % 16)
+    )
+)
+QUARTER = TURN % 4
+
+
+def turn(position: int, ways: int = 4) -> int:
+    """Which of several ways is taken today of the test at a position: the next one tomorrow."""
+    return (position + TURN) % ways
+
+
+def said() -> str:
+    """A line that says what is run."""
+    if THOROUGH:
+        return "every test, in every way"
+    return f"quarter {QUARTER} of the tests in four ways (TPPLAN_QUARTER=0..3, TPPLAN_TESTS=all)"

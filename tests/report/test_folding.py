@@ -12,7 +12,7 @@ import tpplan
 from benchmarks import zoo
 from tests.gpt import GPT
 from tests.models import hf
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, turn
 from tpplan.planner.folding import find_folds
 from tpplan.planner.match import match
 from tpplan.report import Report
@@ -55,7 +55,7 @@ IN_TURN = [
     (kind, sp)
     for index, kind in enumerate(DEEP)
     for sp in (False, True)
-    if THOROUGH or index % 4 == 2 * sp
+    if THOROUGH or turn(index) == 2 * sp
 ]
 
 

@@ -20,7 +20,7 @@ from benchmarks import zoo
 from tests.models import hf
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, turn
 from tpplan.compat import fake_world
 from tpplan.report.execute import objective
 
@@ -50,9 +50,8 @@ def bert() -> Any:
 
 
 # sequence parallelism, recomputation: in a run of the suite each value of each
-WAYS = [(False, False), (True, True)]
-if THOROUGH:
-    WAYS += [(True, False), (False, True)]
+HALVES = [(False, False), (True, True)], [(True, False), (False, True)]
+WAYS = [*HALVES[0], *HALVES[1]] if THOROUGH else HALVES[turn(0, 2)]
 MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert}
 
 

@@ -32,7 +32,7 @@ from tests.models import hf, sharded, token_ids
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 from tests.rewrite.calls import logits_of
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, turn
 
 STEPS, MICROBATCHES, MAX_NORM = 3, 2, 0.5
 
@@ -451,7 +451,9 @@ def test_wrong_state_dicts(ranks: Ranks, sp: bool) -> None:
 
 # sequence parallelism, resharding, a reduction at every backward: in a run of the suite each pair
 FSDP = [
-    ways for ways in itertools.product((False, True), repeat=3) if THOROUGH or sum(ways) % 2 == 0
+    ways
+    for ways in itertools.product((False, True), repeat=3)
+    if THOROUGH or turn(sum(ways), 2) == 0
 ]
 
 

@@ -3,4 +3,12 @@
 from tpplan.proof.prove import prove, prove_once
 from tpplan.proof.verify import Check, Verification, VerificationError, describe, verify
 
-__all__ = ["Check", "Verification", "VerificationError", "describe", "prove", "prove_once", "verify"]
+__all__ = [
+    "Check",
+    "Verification",
+    "VerificationError",
+    "describe",
+    "prove",
+    "prove_once",
+    "verify",
+]

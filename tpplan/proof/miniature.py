@@ -45,7 +45,9 @@ class Thin:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``x`` (..., in) times ``weight``, (out, rank) or (rank, in), and the factor."""
-        out = F.linear(x @ self.factor, weight) if self.before else F.linear(x, weight) @ self.factor
+        out = (
+            F.linear(x @ self.factor, weight) if self.before else F.linear(x, weight) @ self.factor
+        )
         return out if bias is None else out + bias
 
 
@@ -132,7 +134,9 @@ def miniature(
                 memo[id(value)] = _twin(value, dim, generator)
     twin_model = copy.deepcopy(model, memo)
     for path, module in modules.items():
-        _factor(module, twin_model.get_submodule(path), compiled.modules.get(path), narrow, generator)
+        _factor(
+            module, twin_model.get_submodule(path), compiled.modules.get(path), narrow, generator
+        )
     for path, last in lasts.items():
         twin_model.get_submodule(path).register_forward_hook(_Kept(last))
     plans = {

@@ -1,0 +1,398 @@
+"""One small model for every role a module takes on in a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.life.parts import (
+    HEAD,
+    INNER,
+    MLP,
+    VOCAB,
+    WIDTH,
+    Attention,
+    Conv1D,
+    Layer,
+    Quiet,
+    RMSNorm,
+    Stack,
+    attend,
+    heads,
+)
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def hidden(batch: int, length: int, seed: int) -> Call:
+    """A tensor on the stream."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(batch, length, WIDTH, generator=generator, dtype=torch.float64),), {}
+
+
+def tokens(batch: int, length: int, seed: int) -> Call:
+    """Token ids, and labels, of which one is to be ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (batch, length), generator=generator)
+    labels = ids.roll(-1, 1)
+    labels[0, 0] = -100
+    return (ids,), {"labels": labels}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A model and its plan.
+
+    Attributes:
+        alone: modules that can be called on their own: they are given whole tensors and answer so.
+        parts: column-parallel layers in them, whose own answer is this rank's columns.
+        call: inputs of a batch, a length and a seed.
+    """
+
+    make: Callable[[], nn.Module]
+    rules: Mapping[str, Any]
+    alone: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+    call: Callable[[int, int, int], Call] = hidden
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan as a mapping."""
+        return {"tpplan": 1, "rules": dict(self.rules)}
+
+
+class MLPLayer(Layer):
+    """An MLP on the stream."""
+
+    def __init__(self, index: int, **options: bool) -> None:
+        super().__init__(index)
+        self.mlp = MLP(**options)
+
+    def inside(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        return self.mlp(x)
+
+
+class AttentionLayer(Layer):
+    """Any attention on the stream."""
+
+    def __init__(self, index: int, attention: nn.Module) -> None:
+        super().__init__(index)
+        self.attn = attention
+
+    def inside(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        return self.attn(x, *more)
+
+
+class Packed(Quiet):
+    """q, k and v in one projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o(attend(*map(heads, self.qkv(x).chunk(3, -1))))
+
+
+class Transposed(MLP):
+    """The two projections of an MLP, stored (in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = Conv1D(WIDTH, INNER), Conv1D(INNER, WIDTH)
+
+
+class NormsLayer(Layer):
+    """Two kinds of norms, then an MLP."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.first, self.second = nn.LayerNorm(WIDTH), RMSNorm(WIDTH, 10.0 ** -(3 + index))
+        self.mlp = MLP()
+
+    def inside(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        return self.mlp(self.second(self.first(x)))
+
+
+class Normed(Stack):
+    """A last norm after the layers."""
+
+    def __init__(self) -> None:
+        super().__init__(NormsLayer)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, *more: Any) -> Any:
+        return self.norm(super().forward(x))
+
+
+class NormedHeads(Attention):
+    """Every head's q and k are normalised, with one weight for all heads."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = (RMSNorm(HEAD, 10.0 ** -(3 + index)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = self.q_norm(heads(self.q(x))), self.k_norm(heads(self.k(x)))
+        return self.o(attend(q, k, heads(self.v(x))))
+
+
+class NormedWidth(Attention):
+    """q and k are normalised over all heads."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.q_norm, self.k_norm = (RMSNorm(WIDTH, 10.0 ** -(3 + index)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = heads(self.q_norm(self.q(x))), heads(self.k_norm(self.k(x)))
+        return self.o(attend(q, k, heads(self.v(x))))
+
+
+class Parallel(Layer):
+    """Attention and MLP side by side, after one norm."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.norm, self.attn, self.mlp = nn.LayerNorm(WIDTH), Attention(), MLP(out_bias=True)
+
+    def inside(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        h = self.norm(x)
+        return self.attn(h) + self.mlp(h)
+
+
+class Sloped(Quiet):
+    """Attention with a bias for every head as an argument, and the number of heads in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.num_heads = WIDTH // HEAD
+
+    def forward(self, x: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:2], self.num_heads, 3, HEAD)
+        q, k, v = (t.transpose(1, 2) for t in self.qkv(x).view(shape).unbind(-2))
+        return self.o(attend(q, k, v, slopes))
+
+
+class Slopes(Stack):
+    """Makes the biases of its attention layers of the positions."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda i: AttentionLayer(i, Sloped()))
+
+    def forward(self, x: torch.Tensor, *more: Any) -> Any:
+        positions = torch.arange(x.size(1), dtype=x.dtype)
+        slopes = 2.0 ** -torch.arange(1, WIDTH // HEAD + 1, dtype=x.dtype)
+        return super().forward(x, slopes[:, None, None] * positions)
+
+
+class Multihead(Layer):
+    """torch's own attention, after a norm."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attn = nn.MultiheadAttention(WIDTH, WIDTH // HEAD, batch_first=True)
+
+    def inside(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        h = self.norm(x)
+        return self.attn(h, h, h, need_weights=False)[0]
+
+
+class ForEachHead(MLP):
+    """A norm for each head, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(INNER // 8))
+
+    def between(self, y: torch.Tensor) -> torch.Tensor:
+        pairs = zip(self.norms, y.split(8, -1), strict=True)
+        return torch.cat([norm(head) for norm, head in pairs], -1)
+
+
+class Gains(MLP):
+    """A factor for each column, a parameter of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(INNER))
+
+    def between(self, y: torch.Tensor) -> torch.Tensor:
+        return y.relu() * self.gain
+
+
+class AcrossHeads(MLP):
+    """A number for each head that comes of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(INNER, INNER // 8)
+
+    def between(self, y: torch.Tensor) -> torch.Tensor:
+        factors = self.mix(y).sigmoid().unsqueeze(-1)
+        return (y.unflatten(-1, (-1, 8)) * factors).flatten(-2)
+
+
+class Inner(Layer):
+    """A layer around any module called ``mlp``."""
+
+    def __init__(self, index: int, mlp: nn.Module) -> None:
+        super().__init__(index)
+        self.mlp = mlp
+
+    def inside(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        return self.mlp(x)
+
+
+class Language(Stack):
+    """Tokens to logits, and their cross entropy where there are labels."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__(MLPLayer)
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=not tied)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, x: torch.Tensor, *more: Any, labels: torch.Tensor | None = None) -> Any:
+        logits = self.head(self.norm(super().forward(self.start(x))))
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+    def start(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.tokens(ids)
+
+
+class Positioned(Language):
+    """Learned positions, and parameters and a projection beside the layers."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.positions = nn.Embedding(32, WIDTH)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.project = nn.Linear(WIDTH, WIDTH)
+
+    def start(self, ids: torch.Tensor) -> torch.Tensor:
+        x = super().start(ids) + self.positions(torch.arange(ids.size(1)))
+        return self.project(x + self.shift)
+
+
+MLP_RULES = {"layers.*.mlp.fc": "colwise", "layers.*.mlp.out": "rowwise"}
+ATTENTION_RULES = {"layers.*.attn.{q,k,v}": "colwise", "layers.*.attn.o": "rowwise"}
+ENDS = {"tokens": "vocab", "norm": "sequence_parallel", "head": "vocab"}
+FIRST = "layers.0"
+MLP_ALONE = (FIRST, f"{FIRST}.mlp")
+ATTENTION_ALONE = (FIRST, f"{FIRST}.attn")
+LANGUAGE_ALONE = (*MLP_ALONE, "tokens", "norm", "head")
+
+
+def _mlp(make: Callable[[], nn.Module], **rules: Any) -> Block:
+    more = {f"layers.*.mlp.{name}": rule for name, rule in rules.items()}
+    return Block(
+        lambda: Stack(lambda i: Inner(i, make())),
+        {**MLP_RULES, **more},
+        MLP_ALONE,
+        (f"{FIRST}.mlp.fc",),
+    )
+
+
+def _attention(make: Callable[[int], nn.Module], parts: str = "q", **rules: Any) -> Block:
+    more = {f"layers.*.attn.{name}": rule for name, rule in rules.items()}
+    return Block(
+        lambda: Stack(lambda i: AttentionLayer(i, make(i))),
+        {**ATTENTION_RULES, **more},
+        ATTENTION_ALONE,
+        tuple(f"{FIRST}.attn.{part}" for part in parts),
+    )
+
+
+BLOCKS: Mapping[str, Block] = {
+    "colwise and rowwise": _mlp(MLP),
+    "biases": _mlp(lambda: MLP(bias=True, out_bias=True)),
+    "transposed": _mlp(Transposed),
+    "packed": Block(
+        lambda: Stack(lambda i: AttentionLayer(i, Packed())),
+        {
+            "layers.*.attn.qkv": {"style": "colwise", "packed": ["q", "k", "v"]},
+            "layers.*.attn.o": "rowwise",
+        },
+        ATTENTION_ALONE,
+    ),
+    "shared key-value heads": _attention(lambda i: Attention(2 * HEAD)),
+    "vocabulary": Block(
+        lambda: Language(tied=False), {**MLP_RULES, **ENDS}, LANGUAGE_ALONE, call=tokens
+    ),
+    "tied vocabulary": Block(
+        lambda: Language(tied=True), {**MLP_RULES, **ENDS}, LANGUAGE_ALONE, call=tokens
+    ),
+    "around the layers": Block(
+        Positioned,
+        {
+            **MLP_RULES,
+            **ENDS,
+            "positions": "sequence_parallel",
+            "shift": "replicate",
+            "project": "replicate",
+        },
+        (*LANGUAGE_ALONE, "positions", "project"),
+        call=tokens,
+    ),
+    "norms on the stream": Block(
+        Normed,
+        {**MLP_RULES, "layers.*.{first,second}": "sequence_parallel", "norm": "sequence_parallel"},
+        (*MLP_ALONE, f"{FIRST}.first", f"{FIRST}.second", "norm"),
+    ),
+    "norm of each head": _attention(NormedHeads, **{"{q,k}_norm": "replicate"}),
+    "norm of the width": _attention(NormedWidth, **{"{q,k}_norm": "colwise"}),
+    "reduced together": Block(
+        lambda: Stack(Parallel),
+        {**MLP_RULES, **ATTENTION_RULES, "layers.*.norm": "sequence_parallel"},
+        (*MLP_ALONE, f"{FIRST}.attn", f"{FIRST}.norm"),
+    ),
+    "attributes and inputs of heads": Block(
+        Slopes,
+        {
+            "layers.*.attn": {
+                "style": "attention",
+                "heads": "num_heads",
+                "attributes": {"num_heads": "heads"},
+                "head_inputs": {"slopes": 0},
+            },
+            "layers.*.attn.qkv": {
+                "style": "colwise",
+                "packed": {"parts": ["q", "k", "v"], "repeat": "heads"},
+            },
+            "layers.*.attn.o": "rowwise",
+        },
+        ATTENTION_ALONE,
+    ),
+    "torch's attention": Block(
+        lambda: Stack(Multihead),
+        {"layers.*.attn": "attention", "layers.*.norm": "sequence_parallel"},
+        (FIRST, f"{FIRST}.norm", f"{FIRST}.attn"),
+    ),
+    "a module for each head": _mlp(ForEachHead, norms="colwise"),
+    "bare parameter": _mlp(Gains, gain="colwise"),
+    "a number for each head": _mlp(AcrossHeads, mix={"style": "rowwise", "output": "shard"}),
+}
+
+
+def built(block: Block, seed: int = 0) -> nn.Module:
+    """The model with random numbers in every parameter, none of them zero or one throughout."""
+    torch.manual_seed(seed)
+    model = block.make()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            mean = 1.0 if parameter.dim() == 1 else 0.0
+            parameter.normal_(mean, 0.3, generator=generator)
+    return model

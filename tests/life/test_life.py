@@ -1,0 +1,31 @@
+"""One small model for every role × every event of its life, on real gloo ranks.
+
+A run of the suite takes each pair in one of the four combinations of tp and mode, in turn;
+``make thorough`` takes them all (see tests/thorough.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.life.blocks import BLOCKS
+from tests.life.events import EVENTS, WORLD_EVENTS, lived
+from tests.life.refusals import refusal
+from tests.ranks import Ranks
+from tests.rewrite import MODES, SIZES
+
+
+@SIZES
+@MODES
+@pytest.mark.parametrize("event", [*EVENTS, *WORLD_EVENTS])
+@pytest.mark.parametrize("role", BLOCKS)
+def test_life(ranks: Ranks, role: str, event: str, tp: int, sp: bool) -> None:
+    everyone = {2: "2x2", 4: "1x4"}
+    shape = everyone[tp] if event in WORLD_EVENTS else tp
+    expected = refusal(role, event, sp)
+    for found in ranks.run(shape, lived, role, event, sp):
+        if expected is None:
+            assert not found, found
+        else:
+            assert isinstance(found, str), f"'{expected}' was expected, and nothing was raised"
+            assert expected in found.splitlines()[-1]
