@@ -12,3 +12,11 @@ __all__ = [
     "prove_once",
     "verify",
 ]
+    "Check",
+    "Verification",
+    "VerificationError",
+    "describe",
+    "prove",
+    "prove_once",
+    "verify",
+]

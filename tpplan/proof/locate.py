@@ -62,7 +62,7 @@ def first_divergence(reference: Reference, compiled: CompiledPlan) -> Divergence
     def on_rank(mesh: DeviceMesh) -> tuple[int, Divergence] | None:
         model = copy.deepcopy(reference.model)
         model.zero_grad(set_to_none=True)
-        apply(model, compiled, mesh, src_data_rank=None)
+        apply(model, compiled, mesh, src_data_rank=None, outside=False)
         found = compare(expected, watched(model, compiled, run), compiled, mesh.get_local_rank())
         return found or _in_gradients(reference, model, expected)
 

@@ -167,7 +167,7 @@ def _on_rank(
     model = copy.deepcopy(small)
     rank = mesh.get_local_rank()
     with exact():
-        apply(model, compiled, mesh, src_data_rank=None)
+        apply(model, compiled, mesh, src_data_rank=None, outside=False)
         for seed, (scene, due) in enumerate(zip(scenes, expected, strict=True)):
             got = step(model, scene, seed, due)
             found = worst(due, got, rank, compiled.tp)
@@ -196,7 +196,7 @@ def _departed(
     def on_rank(mesh: DeviceMesh) -> tuple[int, Divergence] | None:
         model = copy.deepcopy(small)
         with exact():
-            apply(model, compiled, mesh, src_data_rank=None)
+            apply(model, compiled, mesh, src_data_rank=None, outside=False)
             got = watched(model, compiled, run)
         return compare(expected, got, compiled, mesh.get_local_rank())
 

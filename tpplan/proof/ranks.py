@@ -92,7 +92,7 @@ def run_rank(mesh: DeviceMesh, reference: Reference, compiled: CompiledPlan) -> 
     """One rank: rewrite a copy, run it forward and backward, compare."""
     model = copy.deepcopy(reference.model)
     model.zero_grad(set_to_none=True)
-    apply(model, compiled, mesh, src_data_rank=None)
+    apply(model, compiled, mesh, src_data_rank=None, outside=False)
     recorder = Recorder()
     with recorder:
         outputs = results(model, reference.call)

@@ -23,15 +23,17 @@ def apply(
     compiled: CompiledPlan,
     mesh: DeviceMesh | None,
     src_data_rank: int | None = 0,
+    outside: bool = True,
 ) -> nn.Module:
     """Rewrite ``model`` in place; whatever is raised half-way, it is left as it was.
 
     Args:
         mesh: one-dimensional, of ``compiled.tp`` ranks; not needed at tp 1.
         src_data_rank: the rank of the group whose values count; None trusts each rank's own.
+        outside: whether what else may hold its parameters is looked for; not for a copy.
     """
     sharded = compiled.tp > 1 and mesh is not None
-    held = require_whole(model) if sharded else frozenset()
+    held = require_whole(model, outside) if sharded else frozenset()
     undo: list[Undo] = []
     before = [
         (module, type(module), dict(vars(module)), dict(module._parameters), dict(module._buffers))

@@ -31,8 +31,11 @@ _AT_ONCE = 1000
 Undo = Callable[[], None]
 
 
-def require_whole(model: nn.Module) -> frozenset[int]:
+def require_whole(model: nn.Module, outside: bool = True) -> frozenset[int]:
     """Refuse a model that shares a parameter with a module outside of it; name other holders.
+
+    Args:
+        outside: whether they are looked for at all.
 
     Returns:
         The ``id`` of every parameter that something else than the model's modules refers to.
@@ -41,8 +44,8 @@ def require_whole(model: nn.Module) -> frozenset[int]:
         PlanError: by the names of the parameters.
     """
     names = _held(model)
-    if not names:
-        return frozenset()
+    if not names or not outside:
+        return frozenset(names)
     known = _Walk({}, [])
     known.enter(model)
     known.seen.update(id(module._parameters) for module in model.modules())
