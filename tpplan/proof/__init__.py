@@ -12,11 +12,3 @@ __all__ = [
     "prove_once",
     "verify",
 ]
-    "Check",
-    "Verification",
-    "VerificationError",
-    "describe",
-    "prove",
-    "prove_once",
-    "verify",
-]
