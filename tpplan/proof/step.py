@@ -153,7 +153,8 @@ def _gradient_error(
 
 def _largest(x: torch.Tensor) -> torch.Tensor:
     x = local_of(x) if isinstance(x, DTensor) else x
-    return x.detach().abs().max() if x.numel() else torch.zeros(())
+    numeric = x.numel() and (x.is_floating_point() or x.is_complex())
+    return x.detach().abs().max() if numeric else torch.zeros(())
 
 
 def _error(whole: torch.Tensor, ours: torch.Tensor, scale: float, rank: int, tp: int) -> float:
