@@ -36,6 +36,8 @@ class Stream:
         randomness: the random sequences of this rank.
     """
 
+    _queue: int | None = None
+
     def __init__(
         self,
         mesh: DeviceMesh,
@@ -125,6 +127,18 @@ class Stream:
             return local
         mine = max(0, min(rows, length - rows * self.group.rank))
         return local.narrow(dim, 0, mine).contiguous()
+
+    def moved(self) -> bool:
+        """Whether a forward begins on another queue of the device (a CUDA stream) than the last.
+
+        Autograd runs a node on the queue on which it was recorded. One that is kept from an earlier
+        forward would draw this backward over to that queue; to capture it in a CUDA graph is then
+        an error.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        before, self._queue = self._queue, compat.queue_of(self.mesh.device_type)
+        return before != self._queue
 
     def _spec(self, local: torch.Tensor, length: int, dim: int) -> compat.DTensorSpec:
         shape = list(local.shape)

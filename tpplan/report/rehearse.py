@@ -27,7 +27,8 @@ def rehearse(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadow = shadow_of(model, mode).eval()
-    args, kwargs = fake_inputs(mode, call_for(model, inputs))
+    # where the shards will be
+    args, kwargs = fake_inputs(mode, call_for(model, inputs), device=mesh.device_type)
     with mode, quiet():
         apply(shadow, compiled, mesh, src_data_rank=None)
         running: list[str] = []
