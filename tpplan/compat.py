@@ -39,6 +39,7 @@ __all__ = [
     "below_autograd",
     "differentiates_backward",
     "dispatch_is_observed",
+    "dispatch_modes",
     "dtensor",
     "dtensor_spec",
     "fake_world",
@@ -52,6 +53,7 @@ __all__ = [
     "local_of",
     "memory_of",
     "mesh_of",
+    "queue_of",
     "quiet",
     "rehearsed_in",
     "run_when_ready",
@@ -264,9 +266,16 @@ def rehearsed_in(context: contextlib.AbstractContextManager[object]) -> Iterator
         ShardingPropagator._fake_mode_lock = outer
 
 
-def dispatch_is_observed() -> bool:
-    """Whether a mode is to see, or to replace, the ops that are called."""
-    return torch._C._len_torch_dispatch_stack() > 0
+# called for every op and collective: not wrapped
+dispatch_is_observed: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Whether a mode is to see, or to replace, the ops that are called (how many)."""
+
+
+def dispatch_modes() -> list[Any]:
+    """The modes that are to see the ops that are called, the outermost first."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return _get_current_dispatch_mode_stack()
 
 
 def unobserved() -> contextlib.AbstractContextManager[object]:
@@ -307,10 +316,9 @@ def has_data(x: torch.Tensor) -> bool:
 def below_autograd() -> contextlib.AbstractContextManager[object]:
     """Within it, ops skip their autograd registrations; for code inside autograd functions.
 
-    The functional collectives have theirs in Python, which costs more than the call itself.
+    The functional collectives have theirs in Python, which costs more than the call itself. Not for
+    code that is being compiled.
     """
-    if torch.compiler.is_compiling():
-        return contextlib.nullcontext()
     return torch._C._AutoDispatchBelowAutograd()
 
 
@@ -335,6 +343,13 @@ def unfused() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+def queue_of(device_type: str) -> int | None:
+    """The number of the current queue of a device (a CUDA stream); None where there is only one."""
+    if device_type == "cpu":
+        return None
+    return int(torch.get_device_module(device_type).current_stream().stream_id)
 
 
 def in_backward() -> bool:

@@ -1,6 +1,6 @@
 """Collectives: the conjugate pairs, the sequence-sharded stream, summed gradients; randomness."""
 
-from tpplan.comm.collectives import Group, Site, chunk, observe
+from tpplan.comm.collectives import Group, Observer, Site, chunk
 from tpplan.comm.conjugates import (
     Transition,
     copy_in,
@@ -16,6 +16,7 @@ from tpplan.comm.stream import Stream
 
 __all__ = [
     "Group",
+    "Observer",
     "Randomness",
     "Site",
     "Stream",
@@ -25,7 +26,6 @@ __all__ = [
     "gather_in",
     "join",
     "localize",
-    "observe",
     "reduce_out",
     "scatter_out",
     "split",

@@ -7,28 +7,18 @@ three times as much.
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpplan.compat import below_autograd
+from tpplan.compat import below_autograd, dispatch_is_observed, dispatch_modes
 from tpplan.kernels.transition import is_view, pack, unpack
 
 _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
-
-
-class _Observed(threading.local):
-    """Who is told of the collectives of this thread: simulated ranks are threads."""
-
-    observer: Callable[[Site], None] | None = None
-
-
-_observed = _Observed()
 
 
 @dataclass(frozen=True)
@@ -62,14 +52,25 @@ class Site:
     phase: str | None = None
 
 
-@contextlib.contextmanager
-def observe(observer: Callable[[Site], None]) -> Iterator[None]:
-    """Tell ``observer`` the site of each collective just before it is issued."""
-    outer, _observed.observer = _observed.observer, observer
-    try:
-        yield
-    finally:
-        _observed.observer = outer
+class Observer(TorchDispatchMode):
+    """A mode that is told the site of each collective just before it sees the op.
+
+    Modes go with autograd to the threads that run its backward on a GPU.
+    """
+
+    def at(self, site: Site) -> None:
+        """The next collective comes from ``site``."""
+
+
+def _issued(site: Site) -> contextlib.AbstractContextManager[object]:
+    """Within it, a collective is issued, from ``site``."""
+    if torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    if dispatch_is_observed():
+        for mode in dispatch_modes():
+            if isinstance(mode, Observer):
+                mode.at(site)
+    return below_autograd()
 
 
 def chunk(length: int, size: int) -> int:
@@ -95,18 +96,14 @@ def local_slice(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor, group: Group, site: Site, op: str = "sum") -> torch.Tensor:
     """Sum, or what ``op`` says ("max"), over the ranks."""
-    if _observed.observer is not None:
-        _observed.observer(site)
-    with below_autograd():
+    with _issued(site):
         return _wait(_ops.all_reduce(x, op, group.name))  # type: ignore[no-any-return]
 
 
 def all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site) -> torch.Tensor:
     """The whole tensor, ``length`` along ``dim``, from every rank's padded chunk of it."""
-    if _observed.observer is not None:
-        _observed.observer(site)
     shape = list(x.shape)
-    with below_autograd():
+    with _issued(site):
         whole = _wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
     if group.fuse:
         return unpack(whole.view(group.size, *shape), dim, length)
@@ -132,8 +129,6 @@ def reduce_scatter(
         bias: of the last dimension, added to the sum.
         dtype: that is summed and returned, if not that of ``x``.
     """
-    if _observed.observer is not None:
-        _observed.observer(site)
     shape = list(x.shape)
     rows = chunk(shape[dim], group.size)
     if group.fuse:
@@ -150,7 +145,7 @@ def reduce_scatter(
             x = x.reshape(split).movedim(dim, 0).contiguous().flatten(0, 1)
     shape[dim] = rows
     x = x.contiguous()
-    with below_autograd():
+    with _issued(site):
         part = _wait(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name))
     # not a view for autograd: the model may change the result in place
     part = torch.ops.aten._unsafe_view(part, shape)

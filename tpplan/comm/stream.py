@@ -78,6 +78,8 @@ class Stream:
         source: of the stream in its global form.
     """
 
+    _queue: int | None = None
+
     def __init__(
         self,
         mesh: DeviceMesh,
@@ -224,6 +226,18 @@ class Stream:
         """The full tensor of a DTensor stream, for code that is the same on every rank."""
         length = x.size(self.dim)
         return join(self.to_local(x), self.dim, length, transition)
+
+    def moved(self) -> bool:
+        """Whether a forward begins on another queue of the device (a CUDA stream) than the last.
+
+        Autograd runs a node on the queue on which it was recorded. One that is kept from an earlier
+        forward would draw this backward over to that queue; to capture it in a CUDA graph is then
+        an error.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        before, self._queue = self._queue, compat.queue_of(self.mesh.device_type)
+        return before != self._queue
 
 
 def _is_around(outer: str, path: str) -> bool:

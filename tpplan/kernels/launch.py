@@ -55,18 +55,27 @@ def fused(*tensors: torch.Tensor | None) -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """``kernel`` on a grid of programs, to be called with its arguments.
+    """``kernel`` on a grid of programs, to be called with its arguments, a tensor first.
 
-    The interpreter replaces Triton's language while it runs: one thread at a time.
+    It runs on that tensor's device: Triton itself launches on the current one, whose stream is
+    not the tensor's where that is on another. The interpreter replaces Triton's language while it
+    runs: one thread at a time.
     """
-    if not interpreted():
-        return kernel[grid]  # type: ignore[no-any-return]
+    program = kernel[grid]
 
-    def run(*args: Any, **kwargs: Any) -> None:
+    def interpret(*args: Any, **constants: Any) -> None:
         with _INTERPRETER:
-            kernel[grid](*args, **kwargs)
+            program(*args, **constants)
 
-    return run
+    def run(first: torch.Tensor, *rest: Any, **constants: Any) -> None:
+        device = first.get_device()
+        if device == torch.cuda.current_device():
+            program(first, *rest, **constants)
+            return
+        with torch.cuda.device(device):
+            program(first, *rest, **constants)
+
+    return interpret if interpreted() else run
 
 
 def power(n: int) -> int:

@@ -147,11 +147,13 @@ def record(
     return recorder.trace
 
 
-def fake_inputs(mode: FakeTensorMode, values: Any, keep_ids: bool = False) -> Any:
-    """``values`` with every tensor in it fake, on the CPU.
+def fake_inputs(
+    mode: FakeTensorMode, values: Any, keep_ids: bool = False, device: str = "cpu"
+) -> Any:
+    """``values`` with every tensor in it fake, on ``device``.
 
     Args:
-        keep_ids: whether those that are not floating stay real, as copies.
+        keep_ids: whether those that are not floating stay real, as copies on the CPU.
     """
     leaves, spec = tree_flatten(values)
 
@@ -160,7 +162,7 @@ def fake_inputs(mode: FakeTensorMode, values: Any, keep_ids: bool = False) -> An
             return value
         local = value.detach().cpu()
         real = keep_ids and not (value.is_floating_point() or value.is_complex())
-        return local.clone() if real else mode.from_tensor(local)
+        return local.clone() if real else mode.from_tensor(local).to(device)
 
     return torch.utils._pytree.tree_unflatten([fake(leaf) for leaf in leaves], spec)
 

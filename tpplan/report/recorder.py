@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tpplan.comm import Site, observe
+from tpplan.comm import Observer, Site
 from tpplan.report.steps import Collective, ring_bytes
 
 KINDS: Mapping[str, str] = {
@@ -45,7 +44,7 @@ _OUTSIDE = Site("", "issued outside the rewritten modules")
 _STEPPING = Site("", "norm of the gradients, or the optimizer's own")
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Observer):
     """Records the collectives issued while it is active.
 
     ``phase`` names the phase that is running; see ``during``.
@@ -58,16 +57,6 @@ class Recorder(TorchDispatchMode):
         self.collectives: list[Collective] = []
         self.phase = "forward"
         self._site: Site | None = None
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Recorder:
-        self._stack.enter_context(observe(self._at))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._stack.close()
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -78,7 +67,8 @@ class Recorder(TorchDispatchMode):
         finally:
             self.phase = outer
 
-    def _at(self, site: Site) -> None:
+    def at(self, site: Site) -> None:
+        """The next collective comes from ``site``."""
         self._site = site
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -27,8 +27,9 @@ def rehearse(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadow = shadow_of(model, mode).eval()
-    args, kwargs = fake_inputs(mode, call_for(model, inputs))
     with mode, quiet():
+        # where the shards will be
+        args, kwargs = fake_inputs(mode, call_for(model, inputs), device=mesh.device_type)
         apply(shadow, compiled, mesh, src_data_rank=None)
         running: list[str] = []
         for path, module in shadow.named_modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -85,7 +86,7 @@ class Tracker(Recorder):
     ) -> None:
         """``stacks``: lists of modules by path, whose elements the steps are told apart by."""
         super().__init__(dimensions)
-        self._aside = _Aside()
+        self._aside, self._stack = _Aside(), contextlib.ExitStack()
         self._open = _Open("forward", "", None)
         self._closed: list[tuple[_Open, Collective | None]] = []
         self._storages: dict[int, tuple[weakref.ref[Any], int, _Open]] = {}
@@ -106,6 +107,10 @@ class Tracker(Recorder):
         self._stack.enter_context(rehearsed_in(self._aside))
         super().__enter__()
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
 
     # --- where ops come from
 

@@ -93,14 +93,37 @@ class Draws(Lowered):
 
 
 def part_of_dropout(x: torch.Tensor, p: float, group: Group) -> torch.Tensor:
-    """Dropout of a part, for compiled graphs: out of the masks of all ranks, that of this one.
+    """Dropout of a part, for compiled graphs: by a mask of this rank's own.
 
-    The inductor computes only the part that is used.
+    All ranks draw the same two numbers. What becomes of them is fused into the kernel that reads
+    ``x``, and computed again in backward: no mask is kept.
     """
     if p == 1:
         return torch.zeros_like(x)
-    noise = torch.rand((group.size, *x.shape), dtype=torch.float32, device=x.device)
-    return x * (noise[group.rank] >= p).to(x.dtype) / (1 - p)
+    keys = torch.randint(2**31 - 1, (2,), dtype=torch.int32, device=x.device)
+    return x * kept(x, p, keys, group.rank).to(x.dtype) / (1 - p)
+
+
+def kept(x: torch.Tensor, p: float, keys: torch.Tensor, rank: int) -> torch.Tensor:
+    """Which elements of ``x`` a rank keeps that drops each with probability ``p``.
+
+    Args:
+        keys: two random numbers that the ranks share.
+    """
+    columns = x.size(-1) if x.dim() else 1
+    row = torch.arange(x.numel() // max(columns, 1), dtype=torch.int32, device=x.device)
+    column = torch.arange(columns, dtype=torch.int32, device=x.device)
+    # two numbers for each row, so that no row is another one shifted
+    first, second = (_mixed(row + _mixed(keys[i] + rank)).unsqueeze(1) for i in (0, 1))
+    bits = _mixed(_mixed(column ^ first) + second)
+    return ((bits & 0x7FFFFFFF) >= round(p * 2**31)).view(x.shape)
+
+
+def _mixed(bits: torch.Tensor) -> torch.Tensor:
+    """32 bits that look random (the finalizer of MurmurHash3: Appleby 2011)."""
+    bits = (bits ^ (bits >> 16 & 0xFFFF)) * (0x85EBCA6B - 2**32)
+    bits = (bits ^ (bits >> 13 & 0x7FFFF)) * (0xC2B2AE35 - 2**32)
+    return bits ^ (bits >> 16 & 0xFFFF)
 
 
 def draws_in_training(model: nn.Module) -> bool:

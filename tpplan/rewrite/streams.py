@@ -97,6 +97,9 @@ class Container(Lowered):
             )
         if not torch.compiler.is_compiling():
             self._check(args, kwargs)
+        if stream.moved():
+            for _, own in _members(self):
+                own.drop()
         _prepare(self, summed_only=True)
         with stream.entered():
             out = super().forward(*args, **kwargs)

@@ -1,0 +1,292 @@
+"""Everything that depends on the device, on fake CUDA tensors: it runs, and stays where it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+import tpplan
+from benchmarks import zoo
+from tests.cuda import Context, Cuda, cuda_mesh, devices, fakes
+from tests.gpt import GPT
+from tests.models import hf
+from tpplan import api
+from tpplan.comm import Group, Site, Stream, Transition, collectives, conjugates, gradients, stream
+from tpplan.comm import cross_entropy as sharded_loss
+from tpplan.comm.rows import scattered
+from tpplan.kernels import cross_entropy, embedding, gated, gelu, launch, norm, transition
+from tpplan.layout import Rows
+from tpplan.planner import compile_plan
+from tpplan.planner.shadow import call_for, shadow_of
+from tpplan.planner.trace import fake_inputs
+from tpplan.report import Recorder
+from tpplan.report.rehearse import rehearse
+from tpplan.rewrite import apply
+from tpplan.rewrite.draws import part_of_dropout
+
+HERE = "cuda:0"
+SITE = Site("a.module", "for a reason")
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    if torch.cuda.is_available():
+        pytest.skip("there is a real one")
+    yield Cuda(monkeypatch)
+    launch.processors.cache_clear()
+
+
+# --- whole models
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "Llama": (hf, "llama.yaml"),
+    "GPT": (GPT, "gpt.yaml"),
+    # packed weights; heads that ranks share
+    "GPT-2": (zoo.makers()["gpt2"], "gpt2.yaml"),
+    "Qwen3": (lambda: hf("Qwen3", num_key_value_heads=2), "llama.yaml"),
+}
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
+@pytest.mark.parametrize("name", MODELS)
+def test_rehearsed(name: str, sequence_parallel: bool, kernels: str) -> None:
+    make, plan = MODELS[name]
+    model = make()
+    compiled = compile_plan(model, tpplan.load_plan(plan), 4, sequence_parallel, kernels)
+    with cuda_mesh(4) as mesh:
+        rehearse(model.requires_grad_(False), compiled, mesh)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
+def test_in_training(sequence_parallel: bool, cuda: Cuda) -> None:
+    """Dropout draws from the device's generator; every parameter and buffer is there."""
+    model = GPT(dropout=0.1)
+    compiled = compile_plan(model, tpplan.load_plan("gpt.yaml"), 2, sequence_parallel)
+    with cuda_mesh(2) as mesh, fakes() as mode:
+        shadow = shadow_of(model.requires_grad_(False), mode).train()
+        args, kwargs = fake_inputs(mode, call_for(model, None), device="cuda")
+        apply(shadow, compiled, mesh, src_data_rank=None)
+        held = [t.to_local() if isinstance(t, DTensor) else t for t in shadow.parameters()]
+        assert devices(held, list(shadow.buffers())) == {HERE}
+        out = shadow(*args, **kwargs)
+        assert devices(out.to_local() if isinstance(out, DTensor) else out) == {HERE}
+    assert cuda.generator.offset > 0
+
+
+@pytest.mark.parametrize("source", [None, 0, 1])
+def test_rows_are_cut_onto_the_device(source: int | None) -> None:
+    rows = Rows(0, [[(0, 2), (4, 6)], [(2, 4), (6, 8)]])
+    with cuda_mesh(2) as mesh, fakes():
+        local = scattered(torch.empty(8, 3), mesh, rows, source)
+        assert (devices(local), local.shape) == ({HERE}, (4, 3))
+
+
+# --- collectives and what is differentiated around them
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("length", [8, 7])
+def test_boundaries(length: int, fuse: bool) -> None:
+    with cuda_mesh(2) as mesh, fakes():
+        crossing = Transition(Group.of(mesh, fuse), SITE, SITE)
+        whole = torch.empty(3, length, 6, device=HERE)
+        part, bias = torch.empty(3, 4, 6, device=HERE), torch.empty(6, device=HERE)
+        for function, given, args in (
+            (conjugates._CopyIn, whole, (crossing,)),
+            (conjugates._ReduceOut, whole, (crossing,)),
+            (conjugates._GatherIn, part, (1, length, crossing, torch.bfloat16)),
+            (conjugates._ScatterOut, whole, (1, crossing, bias)),
+            (conjugates._Split, whole, (1, crossing)),
+            (conjugates._Join, part, (1, length, crossing)),
+        ):
+            context = Context()
+            out = function.forward(context, given, *args)
+            back = function.backward(context, torch.empty_like(out))
+            assert devices(out, back) == {HERE}
+            assert back[0].shape == given.shape
+
+
+def test_the_stream() -> None:
+    with cuda_mesh(2) as mesh, fakes():
+        whole = Stream(mesh, True, 1)
+        context, local = Context(), torch.empty(3, 4, 6, device=HERE)
+        x = stream._ToGlobal.forward(context, local, whole, 7, 1)
+        assert devices(x.to_local(), stream._ToGlobal.backward(context, x)) == {HERE}
+        context = Context()
+        local = stream._ToLocal.forward(context, x, whole)
+        back = stream._ToLocal.backward(context, local)[0]
+        assert devices(local, back.to_local()) == {HERE}
+
+
+def test_summed_gradients() -> None:
+    with cuda_mesh(2) as mesh, fakes():
+        ones = [DTensor.from_local(torch.empty(n, device=HERE), mesh) for n in (3, 4, 5)]
+        context = Context()
+        both = (True, True, False), (False, True, False)
+        locals_ = gradients._Localize.forward(context, both, Group.of(mesh), SITE, *ones)
+        grads = gradients._Localize.backward(context, locals_[0], None, locals_[2])[3:]
+        assert devices(locals_, [g.to_local() for g in grads]) == {HERE}
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_the_loss(fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "launch", lambda *_: lambda *_, **__: None)
+    # as of real tensors: what is out of bounds is asserted without waiting for the device
+    monkeypatch.setattr(sharded_loss, "FakeTensor", ())
+    with cuda_mesh(2) as mesh, fakes():
+        group = Group.of(mesh)
+        vocabulary = sharded_loss.Vocabulary(10, 0, group, SITE, SITE, SITE)
+        logits = torch.empty(7, 5, device=HERE)
+        target, weight = (
+            torch.zeros(7, dtype=torch.long, device=HERE),
+            torch.ones(10, device=HERE),
+        )
+        for smoothing in (0.0, 0.1):
+            loss = sharded_loss.cross_entropy(
+                logits, target, vocabulary, weight, label_smoothing=smoothing, fuse=fuse
+            )
+            context = Context()
+            args = (logits, target, weight[:5], smoothing > 0, vocabulary, fuse)
+            out = sharded_loss._Statistics.forward(context, *args)
+            grad = sharded_loss._Statistics.backward(context, *out)[0]
+            assert devices(loss, out, grad) == {HERE}
+
+
+def test_where_a_collective_comes_from_when_another_thread_runs_backward() -> None:
+    """Autograd gives its threads the modes of the one that called it, and nothing else of ours."""
+    with cuda_mesh(2) as mesh:
+        group, recorder = Group.of(mesh), Recorder()
+
+        def device_thread() -> None:
+            _push_mode(recorder)
+            try:
+                collectives.all_reduce(torch.ones(3), group, SITE)
+            finally:
+                _pop_mode()
+
+        thread = threading.Thread(target=device_thread)
+        thread.start()
+        thread.join()
+        with recorder:
+            dist.all_reduce(torch.ones(2))
+    modules = [collective.module for collective in recorder.collectives]
+    assert modules == [SITE.module, ""]
+
+
+# --- kernels
+
+
+class Launched:
+    """Stands for a kernel: keeps where it was launched, and where its tensors are."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda, self.seen = cuda, set[tuple[str, frozenset[str]]]()
+        self.count = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert all(n > 0 for n in grid)
+
+        def run(*args: Any, **_: Any) -> None:
+            self.count += 1
+            self.seen.add((f"cuda:{self.cuda.device}", frozenset(devices(args))))
+
+        return run
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_kernels_run_where_their_tensors_are(
+    device: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, plain = Launched(cuda), launch.launch
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    for room in (norm, gelu, gated, cross_entropy, embedding, transition):
+        monkeypatch.setattr(room, "launch", lambda _, grid: plain(kernel, grid))
+    with fakes():
+        made = [call() for call in _bodies(device)]
+    assert kernel.seen == {(device, frozenset({device}))}
+    # the gradient of a wide norm takes two
+    assert kernel.count == len(made) + 1
+    assert devices(made) == {device}
+    assert cuda.device == 0
+
+
+def _bodies(device: str) -> list[Callable[[], Any]]:
+    """A call of every op's own body, as on a GPU."""
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    x, w, ids, row = new(6, 32), new(32), new(6, dtype=torch.long), new(6)
+    wide = new(6, 65536)
+    return [
+        lambda: norm._norm._body(x, x, w, w, 1e-5, True, 0.0, False),
+        lambda: norm._norm_backward._body(x, x, w, row, row, x, 0.0, False, True, True),
+        lambda: norm._norm_backward._body(
+            wide, wide, wide[0], row, row, None, 0.0, False, True, True
+        ),
+        lambda: gelu._gelu._body(x, w, True),
+        lambda: gelu._gelu_backward._body(x, x, w, True, True),
+        lambda: gated._gated._body(x, x, "silu"),
+        lambda: gated._gated_backward._body(x, x, x, "silu"),
+        lambda: gated._packed._body(x, "silu", True),
+        lambda: gated._packed_backward._body(new(6, 16), x, "silu", True),
+        lambda: cross_entropy._statistics._body(x, ids, 0, w, True),
+        lambda: cross_entropy._gradient._body(x, ids, 0, w, row, row, row, row, row),
+        lambda: embedding._look_up._body(ids, x, 0, None),
+        lambda: embedding._look_up_backward._body(x, ids, 9, 0, None),
+        lambda: transition._pack._body(new(2, 6, 8), new(8), 2, 3, torch.float32),
+        lambda: transition._unpack._body(new(2, 2, 3, 8), 6),
+    ]
+
+
+def test_kernels_by_themselves_on_a_gpu_only() -> None:
+    assert launch.chosen("auto", "cuda")
+    assert not launch.chosen("auto", "cpu")
+    with fakes():
+        assert launch.fused(torch.empty(3, device=HERE))
+        assert launch.processors(torch.device(HERE)) == 132
+
+
+def test_dropout_in_compiled_graphs_stays_on_the_device() -> None:
+    with cuda_mesh(2) as mesh, fakes():
+        assert devices(part_of_dropout(torch.empty(3, 4, device=HERE), 0.1, Group.of(mesh))) == {
+            HERE
+        }
+
+
+# --- where it runs
+
+
+def test_local_tensors_are_of_the_queue_that_a_forward_runs_on(cuda: Cuda) -> None:
+    with cuda_mesh(2) as mesh:
+        whole = Stream(mesh, False, 1)
+    whole.moved()  # the first forward
+    assert not whole.moved()
+    cuda.queue = 7
+    assert [whole.moved(), whole.moved()] == [True, False]
+
+
+@pytest.mark.parametrize(("current", "chosen"), [(0, [3]), (2, [])])
+def test_each_rank_takes_its_own_device(
+    current: int, chosen: list[int], cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of LOCAL_RANK, where nobody chose another one."""
+    cuda.device, taken, started = current, list[int](), list[str]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(dist, "init_process_group", started.append)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    for name, value in {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(api, "init_device_mesh", lambda *args, **_: args)
+    mesh: Any = api._world_mesh()
+    assert (taken, started, mesh) == (chosen, ["nccl"], ("cuda", (4,)))
