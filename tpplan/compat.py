@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -45,6 +46,7 @@ __all__ = [
     "fake_world",
     "fakes_are_made",
     "has_data",
+    "hooks_of",
     "in_backward",
     "is_composite",
     "is_held_elsewhere",
@@ -59,8 +61,8 @@ __all__ = [
     "run_when_ready",
     "running_node",
     "sequence_number",
+    "set_hooks",
     "shards_of",
-    "share_hooks",
     "simulate",
     "spec_of",
     "unflattened",
@@ -122,17 +124,22 @@ def shards_of(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
         return [torch.ops.aten.detach.default(t) for t in tensors]
 
 
-def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Have the hooks of one leaf on another one as well, under the same handles."""
-    if source._backward_hooks:
-        target._backward_hooks = source._backward_hooks
-    if source._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+def hooks_of(leaf: torch.Tensor) -> tuple[Any, Any]:
+    """The tables of a leaf's hooks: on its gradient, and after that is accumulated."""
+    return leaf._backward_hooks, leaf._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
+def set_hooks(leaf: torch.Tensor, hooks: tuple[Any, Any]) -> None:
+    """Give a leaf the hooks of another one, under the handles that users hold."""
+    if hooks[0]:
+        leaf._backward_hooks = hooks[0]
+    if hooks[1]:
+        leaf._post_accumulate_grad_hooks = hooks[1]  # type: ignore[attr-defined]
 
 
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that tensors have in common whose values lie in the same memory."""
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def is_held_elsewhere(gradient: torch.Tensor) -> bool:
@@ -152,7 +159,16 @@ def _settable_data() -> None:
     DTensor.data = property(plain.__get__, set_data)  # type: ignore[assignment, method-assign]
 
 
+def _find_anomalies() -> None:
+    """Let anomaly mode look into gradients that are DTensors: torch knows no sharding of its op."""
+    op = torch.ops.aten._is_any_true.default
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    if op not in propagator.op_strategy_funcs:
+        register_sharding(op)(lambda x: [([Replicate()], [Replicate()])])
+
+
 _settable_data()
+_find_anomalies()
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan import compat
-from tpplan.comm.blocks import part_of
-from tpplan.comm.rows import RowsTensor, scattered
+from tpplan.comm.rows import RowsTensor, scattered, taken
 from tpplan.layout import Rows
 
 
@@ -33,20 +32,14 @@ def distributed(
     return RowsTensor.wrap(local, mesh, placement, value.shape)
 
 
-def taken(value: torch.Tensor, like: DTensor) -> DTensor:
+def loaded(value: torch.Tensor, like: DTensor) -> DTensor:
     """``value``, which every rank has whole, placed as ``like`` is, FSDP2's cuts included."""
-    local = part_of(value.detach(), like).to(like.device)
-    mesh, placements = like.device_mesh, like.placements
-    spec = compat.dtensor_spec(mesh, placements, value.shape, value.dtype)
-    return compat.dtensor(local, spec, RowsTensor if isinstance(like, RowsTensor) else DTensor)
+    placed = taken(value.detach(), compat.spec_of(like))
+    return compat.dtensor(
+        compat.local_of(placed).to(like.device), compat.spec_of(placed), type(placed)
+    )
 
 
 def placed(value: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
     """``value``, a DTensor or the same on every rank, placed as ``spec`` says; differentiable."""
-    mesh, (kind,) = spec.mesh, spec.placements
-    if isinstance(kind, Rows):
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        return RowsTensor.taken(whole, spec)
-    if not isinstance(value, DTensor):
-        value = DTensor.from_local(value, mesh, [Replicate()], run_check=False)
-    return value.redistribute(mesh, [kind])
+    return taken(value.full_tensor() if isinstance(value, DTensor) else value, spec)

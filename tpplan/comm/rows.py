@@ -58,11 +58,6 @@ class RowsTensor(DTensor):
             return _Around.apply(local, spec)  # type: ignore[no-any-return, no-untyped-call]
         return compat.dtensor(local, spec, RowsTensor)  # type: ignore[return-value]
 
-    @staticmethod
-    def taken(whole: torch.Tensor, spec: compat.DTensorSpec) -> RowsTensor:
-        """The tensor of that spec whose values every rank has in ``whole``; differentiable."""
-        return _Taken.apply(whole, spec)  # type: ignore[no-any-return, no-untyped-call]
-
     @property
     def rows(self) -> Rows:
         """The placement."""
@@ -180,6 +175,11 @@ def rows_like(local: torch.Tensor, origin: DTensor) -> RowsTensor:
     if torch.compiler.is_compiling():
         return torch.ops.tpplan.rows_like(local, origin)  # type: ignore[no-any-return]
     return _like(local, origin)  # type: ignore[arg-type]
+
+
+def taken(whole: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
+    """The DTensor of that spec whose values every rank has in ``whole``; differentiable."""
+    return _Taken.apply(whole, spec)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def scattered(
@@ -436,11 +436,6 @@ def _cut(whole: torch.Tensor, origin: RowsTensor, synchronized: bool = False) ->
     return part_of(whole, origin)
 
 
-def _empty(spec: compat.DTensorSpec, like: torch.Tensor) -> RowsTensor:
-    """A tensor of that spec, to be asked where its rows lie."""
-    return compat.dtensor(like.new_empty(()), spec, RowsTensor)  # type: ignore[return-value]
-
-
 # what is forward in one is backward in the other, so gradients of gradients are right as well
 
 
@@ -452,18 +447,21 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RowsTensor:  # type: ignore[override]
-        return RowsTensor.taken(grad, ctx.spec)
+        return taken(grad, ctx.spec)  # type: ignore[return-value]
 
 
 class _Taken(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, spec: compat.DTensorSpec) -> RowsTensor:
-        like = _empty(spec, whole)
-        return _like(_cut(whole, like), like)
+    def forward(ctx: Any, whole: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
+        ctx.set_materialize_grads(False)  # of a parameter that is not used there is none
+        kind = RowsTensor if isinstance(spec.placements[-1], Rows) else DTensor
+        local = part_of(whole, compat.dtensor(whole.new_empty(()), spec, kind))
+        spec = compat.dtensor_spec(spec.mesh, spec.placements, whole.shape, whole.dtype)
+        return compat.dtensor(local, spec, kind)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad.full_tensor(), None
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+        return None if grad is None else grad.full_tensor(), None
 
 
 class _Local(torch.autograd.Function):
@@ -487,5 +485,5 @@ class _Around(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         if grad.placements != ctx.spec.placements:
-            grad = RowsTensor.taken(grad.full_tensor(), ctx.spec)
+            grad = taken(grad.full_tensor(), ctx.spec)
         return grad.to_local(), None

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.comm import Stream, Transition
 from tpplan.comm.agreement import Schedule
-from tpplan.comm.distribute import taken
+from tpplan.comm.distribute import loaded
 from tpplan.planner import ModulePlan
 from tpplan.rewrite.entry import Entry
-from tpplan.rewrite.parameters import Own
+from tpplan.rewrite.parameters import Marks, Own
 
 
 class State:
@@ -129,25 +129,35 @@ class Lowered(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # what a conversion leaves behind is installed anew, and the old local tensors let go
         own = self._tpplan.own
-        before = tuple(self._parameters[name] for name in own.names)
+        before = tuple(self._parameters.get(name) for name in own.names)
         installed = all(p is q for p, q in zip(before, own.installed, strict=True))
+        marks = [(name, Marks(p)) for name, p in self._parameters.items() if p is not None]
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, mark in marks:
+            mark.put(self._parameters[name])  # type: ignore[arg-type]
         if installed:
             own.adopt(self)
         return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # its class is found by what it was made of; a subclass that others made is theirs
+        origin = vars(type(self)).get("_tpplan_origin")
+        reduced: Any = super().__reduce_ex__(protocol)
+        made, args, *rest = reduced
+        return (made, args, *rest) if origin is None else (_blank, origin, *rest)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *rest: Any
     ) -> None:
         # a checkpoint of the unsharded model loads as before: each rank takes its own shard
         own = self._tpplan.own
-        held = [self._parameters[name] for name in own.names]
+        held = [self._parameters.get(name) for name in own.names]
         for name in own.names:
-            given, here = state_dict.get(prefix + name), self._parameters[name]
+            given, here = state_dict.get(prefix + name), self._parameters.get(name)
             if not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
                 continue
             if isinstance(here, DTensor) and given.shape == here.shape:
-                state_dict[prefix + name] = taken(given, here)
+                state_dict[prefix + name] = loaded(given, here)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if all(p is q for p, q in zip(held, own.installed, strict=True)):
             own.adopt(self)
@@ -160,11 +170,17 @@ class LocalParameters(Lowered):
         names = self._tpplan.own.names
         if not names:
             return super().forward(*args, **kwargs)
-        state = self._tpplan
+        own, state = self._parameters, self._tpplan
+        for index, name in enumerate(names):
+            if name not in own:
+                raise RuntimeError(
+                    f"{state.own.title(index)}: a parametrization was put on it after the model "
+                    "was parallelized, and the module's own code would meet what that makes of "
+                    "the sharded parameter; put it on before"
+                )
         if state.stream.shared is None and state.alone:
             with self._tpplan_whole():
                 return super().forward(*args, **kwargs)
-        own = self._parameters
         outer = [own[name] for name in names]
         for name, local in zip(names, self._locals(), strict=True):
             if name in state.plan.streaming and state.length is None:
@@ -176,6 +192,11 @@ class LocalParameters(Lowered):
         finally:
             for name, parameter in zip(names, outer, strict=True):
                 own[name] = parameter
+
+
+def _blank(*origin: Any) -> nn.Module:
+    kind = _class(*origin)
+    return kind.__new__(kind)
 
 
 def lower(
@@ -203,6 +224,7 @@ def _class(
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
+        "_tpplan_origin": (roles, original, inner),
     }
     # a copy of the outermost role's forward that shows the original's signature: Trainer and
     # generate() read the names of a model's arguments from it

@@ -11,27 +11,21 @@ parameter of the unsharded model), which is placed as planned first.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 from tpplan import compat
 from tpplan.comm import Site, Stream, localize
 from tpplan.comm.distribute import placed
+from tpplan.comm.stream import version_of
 
 _Source = tuple[str, Any, torch.Tensor, bool]
-
-
-class _Job:
-    """A parameter whose local tensor is to be made."""
-
-    def __init__(self, own: Own, index: int, held: Any, parameter: DTensor) -> None:
-        self.own, self.index = own, index
-        self.held = held  # what the module has in the parameter's place
-        self.parameter = parameter  # the same, placed as planned
+_Asked = tuple[nn.Module, "Own", int]  # the parameter of a module, by its number
 
 
 class Own:
@@ -67,13 +61,38 @@ class Own:
 
     def drop(self) -> None:
         """Forget the local tensors (and let go of the graph nodes that hold the parameters)."""
+        for index, group in enumerate(getattr(self, "_groups", ())):
+            if group:
+                self.disband(index)
         self._kept: list[Any] = [None] * len(self.names)
         self._sources: list[_Source | None] = [None] * len(self.names)
-        self._passing: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._groups: list[tuple[_Asked, ...]] = [()] * len(self.names)
+        self._passing: dict[int, tuple[Any, int, torch.Tensor]] = {}
+
+    def disband(self, index: int) -> tuple[_Asked, ...]:
+        """Forget all local tensors that were made together with one: they have one graph node.
+
+        It holds on to each of their parameters, and torch lets no gradient pass by one that was
+        converted since.
+        """
+        group = self._groups[index]
+        for _, own, i in group:
+            own._kept[i], own._sources[i], own._groups[i] = None, None, ()
+        return group
 
     def release(self, index: int) -> None:
         """Let go of a parameter that FSDP2 has put another one in the place of."""
-        self.installed[index] = self._kept[index] = self._sources[index] = None
+        self.disband(index)
+        self.installed[index] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # local tensors are of the graph, and of this process
+        own = "_kept", "_sources", "_groups", "_passing"
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.drop()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Own:
         twin = object.__new__(type(self))
@@ -98,7 +117,19 @@ class Own:
         return self._kept
 
     def stale(self, module: nn.Module) -> list[int]:
-        """Which of the parameters have no local tensor, or one that is no longer theirs."""
+        """Which of the parameters have no local tensor, or one that is no longer theirs.
+
+        Without those that the module computes, which are left until it runs; but what was kept
+        of them before must not be used any more by any module.
+        """
+        held = module._parameters
+        return [
+            i
+            for i in self._outdated(module)
+            if (self.names[i] in held or self._groups[i]) and not self._waits(i, held)
+        ]
+
+    def _outdated(self, module: nn.Module) -> list[int]:
         parameters: Any = module._parameters
         return [
             i
@@ -109,19 +140,22 @@ class Own:
             or source[1].requires_grad is not source[3]
         ]
 
+    def _waits(self, index: int, held: Mapping[str, Any]) -> bool:
+        """Whether a local tensor of what the module holds now was made, and not read yet."""
+        made = self._passing.get(index)
+        if made is None:
+            return False
+        now = held.get(self.names[index])
+        return now is not None and made[0] is now and made[1] == version_of(now)
+
     def _renewed(self, module: nn.Module, stream: Stream) -> Sequence[torch.Tensor]:
-        stale = self.stale(module)
-        held = module._parameters
-        missing = [
-            i
-            for i in stale
-            if i not in self._passing or self._passing[i][0] is not held.get(self.names[i])
-        ]
+        outdated, held = self._outdated(module), module._parameters
+        missing = [i for i in outdated if not self._waits(i, held)]
         if missing:
             make([(module, self, i) for i in missing], stream, self.site)
         passing, self._passing = self._passing, {}
         # what was made for good just now is among the kept; what FSDP2 holds back is nowhere
-        due = {i: passing[i][1] if i in passing else self._kept[i] for i in stale}
+        due = {i: passing[i][2] if i in passing else self._kept[i] for i in outdated}
         for i, local in due.items():
             if local is None:
                 raise RuntimeError(
@@ -154,61 +188,108 @@ class Own:
             return placed(held, spec)
 
 
-def successor(parameter: nn.Parameter, place: Callable[[torch.Tensor], DTensor]) -> nn.Parameter:
-    """The parameter that takes another's place, with all that users have put on that one.
+class Marks:
+    """What users have put on a parameter: attributes and hooks, for the one that succeeds it."""
 
-    Hooks are in one table for both: a handle that the user holds takes them off the new one.
-    """
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.attributes, self.hooks = dict(vars(parameter)), compat.hooks_of(parameter)
+
+    def put(self, parameter: torch.Tensor) -> None:
+        """Put them on another one; the handles of hooks that users hold are then of that one."""
+        vars(parameter).update(self.attributes)
+        compat.set_hooks(parameter, self.hooks)
+
+
+def successor(parameter: nn.Parameter, place: Callable[[torch.Tensor], DTensor]) -> nn.Parameter:
+    """The parameter that takes another's place, with its gradient and all that users put on it."""
     new = nn.Parameter(place(parameter.detach()), requires_grad=parameter.requires_grad)
-    vars(new).update(vars(parameter))
     if parameter.grad is not None:
         new.grad = place(parameter.grad.detach())
-    compat.share_hooks(parameter, new)
+    Marks(parameter).put(new)
     return new
 
 
-def make(jobs: Iterable[tuple[nn.Module, Own, int]], stream: Stream, site: Site) -> None:
+def make(asked: Iterable[_Asked], stream: Stream, site: Site) -> None:
     """Make the local tensors of parameters of several modules with one autograd function.
 
     A parameter that is not on the tensor-parallel mesh at this moment (FSDP2 has not unsharded it
     yet) is left out; its module will ask again when it runs.
     """
-    installed: list[_Job] = []
-    passing: list[_Job] = []
-    for module, own, index in jobs:
-        held = module._parameters.get(own.names[index])
-        whole = getattr(module, own.names[index], None) if held is None else held
-        parameter = own.placed(index, whole)
+    compiling = torch.compiler.is_compiling()
+    installed: list[tuple[_Asked, DTensor]] = []
+    passing: list[tuple[_Asked, DTensor]] = []
+    for job in asked if compiling else _with_company(asked):
+        module, own, index = job
+        parameter = own.placed(index, _held(module, own.names[index]))
         if parameter is None:
             own.release(index)
-            continue
-        keep = parameter is own.installed[index] and not torch.compiler.is_compiling()
-        (installed if keep else passing).append(_Job(own, index, held, parameter))
-    for job, local in _localized(installed, stream, site, keep=True):
-        own, index, origin = job.own, job.index, job.parameter
+        elif parameter is own.installed[index] and not compiling:
+            installed.append((job, parameter))
+        else:
+            passing.append((job, parameter))
+    group = tuple(job for job, parameter in installed if parameter.requires_grad)
+    for ((_, own, index), origin), local in _localized(installed, stream, site, keep=True):
         own._kept[index] = local
+        own._groups[index] = group if origin.requires_grad else ()
         source = (own.names[index], origin, compat.local_of(origin), origin.requires_grad)
         own._sources[index] = source
-    for job, local in _localized(passing, stream, site, keep=False):
-        job.own._passing[job.index] = job.held, local
+    for ((module, own, index), _), local in _localized(passing, stream, site, keep=False):
+        held = module._parameters.get(own.names[index])
+        own._passing[index] = held, 0 if held is None else version_of(held), local
+
+
+def _with_company(asked: Iterable[_Asked]) -> Iterable[_Asked]:
+    """With the parameters whose local tensors were made together with theirs the last time.
+
+    Not those for which local tensors stand in at this moment: their modules are running.
+    """
+    found = dict.fromkeys(asked)
+    for _, own, index in tuple(found):
+        for module, other, i in own.disband(index):
+            if module._parameters.get(other.names[i]) is other.installed[i]:
+                found[module, other, i] = None
+    return found
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    """What a module has in a parameter's place, which it may compute.
+
+    A parametrization meets whole parameters, of which it is right whatever it does.
+    """
+    held = module._parameters.get(name)
+    if held is not None:
+        return held
+    if not parametrize.is_parametrized(module, name):
+        return getattr(module, name, None)
+    computed: Any = module.parametrizations[name]  # type: ignore[index, union-attr]
+    whole = {}
+    for inner, parameter in computed.named_parameters():
+        if isinstance(parameter, DTensor):
+            if any(kind.is_partial() for kind in parameter.placements):
+                raise RuntimeError(
+                    f"{type(module).__name__}.parametrizations.{name}.{inner} was made of a "
+                    "sharded parameter and is a partial sum, which no optimizer can change"
+                )
+            whole[inner] = parameter.full_tensor()
+    return torch.func.functional_call(computed, whole, ())
 
 
 def _localized(
-    jobs: Sequence[_Job], stream: Stream, site: Site, keep: bool
-) -> Iterable[tuple[_Job, torch.Tensor]]:
-    trained = [job for job in jobs if job.parameter.requires_grad]
-    frozen = [job for job in jobs if not job.parameter.requires_grad]
+    jobs: Sequence[tuple[_Asked, DTensor]], stream: Stream, site: Site, keep: bool
+) -> Iterable[tuple[tuple[_Asked, DTensor], torch.Tensor]]:
+    trained = [job for job in jobs if job[1].requires_grad]
+    frozen = [job for job in jobs if not job[1].requires_grad]
     locals_: tuple[torch.Tensor, ...] = ()
     # what is kept outlives this forward, which may be one without gradients
     with torch.inference_mode(False), torch.enable_grad():
-        shards = compat.shards_of([job.parameter for job in frozen]) if frozen else ()
+        shards = compat.shards_of([parameter for _, parameter in frozen]) if frozen else ()
         if trained:
             locals_ = localize(
-                [job.parameter for job in trained],
-                [job.own.summed[job.index] for job in trained],
+                [parameter for _, parameter in trained],
+                [own.summed[index] for (_, own, index), _ in trained],
                 stream.group,
                 site,
-                [job.own.apart[job.index] for job in trained],
+                [own.apart[index] for (_, own, index), _ in trained],
             )
     if keep and trained:
         compat.run_when_ready(locals_[0].grad_fn)
