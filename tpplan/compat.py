@@ -42,6 +42,7 @@ __all__ = [
     "fakes_are_made",
     "has_data",
     "in_backward",
+    "is_fake",
     "kept_by_fsdp",
     "local_of",
     "mesh_of",
@@ -151,6 +152,13 @@ def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
 def fakes_are_made() -> bool:
     """Whether ops make fake tensors now: nothing is computed, and nothing sent."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fake, or a DTensor or another wrapper of fakes."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.is_fake(tensor)
 
 
 def without_fakes() -> contextlib.AbstractContextManager[object]:

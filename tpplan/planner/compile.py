@@ -14,7 +14,9 @@ from tpplan.compat import FakeTensorMode
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError, Rule
 from tpplan.layout import Rows
 from tpplan.planner import checks, infer
+from tpplan.planner.caches import no_fakes_kept
 from tpplan.planner.compiled import (
+    Argument,
     CompiledPlan,
     Draws,
     ModulePlan,
@@ -34,6 +36,7 @@ from tpplan.planner.sizes import Sizes
 from tpplan.planner.styles import is_multihead, placement_in
 from tpplan.planner.together import reduced_together
 from tpplan.planner.trace import Trace, record
+from tpplan.planner.twins import same_randomness
 from tpplan.planner.unproved import say_unproved
 
 
@@ -55,14 +58,15 @@ def compile_plan(
     Raises:
         PlanError: with every problem found.
     """
-    compiler = _Compiler(model, plan, tp, sequence_parallel)
-    compiler.check_structure(kernels)
-    if compiler.complaints.wrong:
-        compiler.check_sizes(inputs)
-    compiler.complaints.stop_if_any()
-    compiler.examine(inputs)
-    compiler.complaints.stop_if_any()
-    return compiler.result()
+    with same_randomness():
+        compiler = _Compiler(model, plan, tp, sequence_parallel)
+        compiler.check_structure(kernels)
+        if compiler.complaints.wrong:
+            compiler.check_sizes(inputs)
+        compiler.complaints.stop_if_any()
+        compiler.examine(inputs)
+        compiler.complaints.stop_if_any()
+        return compiler.result()
 
 
 class _Compiler:
@@ -123,6 +127,26 @@ class _Compiler:
                 hint = "give both the same style: they are one parameter"
                 self.complaints.about(self.rule_of(first), [first], message, hint)
 
+    def check_contradictions(self) -> None:
+        """A parameter's own rule against that of the module, whose style computes with it."""
+        for name, own in self.matches.parameters.items():
+            owner, leaf = self.owner(name), name.rpartition(".")[2]
+            module, style = self.matches.modules.get(owner), self.style_of(owner)
+            if module is None or style is None or style == "attention":
+                continue
+            due = self.placement_by(style, owner, leaf)
+            if due == self.placement(name):
+                continue
+            message = f"{name}: '{own.style}' contradicts '{style}', the rule of its module"
+            self.complaints.wrong.append(
+                Diagnostic(
+                    message,
+                    own.position,
+                    "leave one of them out",
+                    (("the rule of the module", module.position),),
+                )
+            )
+
     def rule_of(self, parameter: str) -> Rule | None:
         """The rule that governs a parameter: its own, or its module's."""
         own = self.matches.parameters.get(parameter)
@@ -148,15 +172,12 @@ class _Compiler:
             return Replicate() if own.style == "replicate" else Shard(0)
         owner, leaf = self.owner(parameter), parameter.rpartition(".")[2]
         style = self.style_of(owner)
-        if style is None:
-            return Replicate()
-        return placement_in(
-            style,
-            leaf,
-            self.model.get_submodule(owner),
-            owner in self.sizes.transposed,
-            self.sizes.layouts.get(owner),
-        )
+        return Replicate() if style is None else self.placement_by(style, owner, leaf)
+
+    def placement_by(self, style: str, owner: str, leaf: str) -> Placement:
+        """Where a module's style puts one of its parameters."""
+        module, transposed = self.model.get_submodule(owner), owner in self.sizes.transposed
+        return placement_in(style, leaf, module, transposed, self.sizes.layouts.get(owner))
 
     def style_of(self, path: str) -> str | None:
         """The style of a module; the output projection of torch's attention is row-parallel."""
@@ -194,14 +215,11 @@ class _Compiler:
         )
         self.sizes.lay_out(self.trace)
         self.check_ties()
-        self.probed = probe_modules(self.model, self.styles, self.sizes.columns, self.trace)
-        self.fused = fused_modules(
-            self.model,
-            self.styles,
-            self.sizes.columns,
-            self.sizes.transposed,
-            (self.trace, drawing),
-        )
+        self.check_contradictions()
+        traces = (self.trace, drawing)
+        columns, dim = self.sizes.columns, self.plan.sequence_dim
+        self.probed = probe_modules(self.model, self.styles, columns, traces, dim)
+        self.fused = fused_modules(self.model, self.styles, columns, self.sizes.transposed, traces)
         self.complaints.stop_if_any()
         findings = (
             self.matches.modules,
@@ -223,14 +241,9 @@ class _Compiler:
         self.check_stack()
         checks.check_flow(self.flow, self.sequence_parallel, self.complaints)
         self.check_torn()
+        self.check_bare()
         if self.sequence_parallel:
-            mixing = [
-                path
-                for path, finding in self.probed.items()
-                if finding.mixes and self.styles[path] == "sequence_parallel"
-            ]
-            message = "sequence_parallel: its result at one position depends on other positions"
-            self.complaints.by_rule(dict.fromkeys(mixing, message))
+            self.check_apart()
         if not self.complaints.wrong and self.tp > 1:
             self.check_regions(call)
 
@@ -238,8 +251,9 @@ class _Compiler:
         """Trace the model in evaluation; the trace in training is returned."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         shadow = shadow_of(self.model, mode)
-        self.trace = self.run(shadow.eval(), mode, call)
-        drawing = self.run(shadow.train(), mode, call)
+        with no_fakes_kept():
+            self.trace = self.run(shadow.eval(), mode, call)
+            drawing = self.run(shadow.train(), mode, call)
         tied = {
             name.rpartition(".")[0]
             for names in self.names.values()
@@ -279,6 +293,36 @@ class _Compiler:
             hint = "name it with 'layers:', or turn sequence_parallel off"
             self.complaints.about(None, [""], message, hint)
 
+    def check_apart(self) -> None:
+        """What runs on a part of the sequence must do the same to it as among the rest."""
+        mixing, failing = {}, {}
+        for path, finding in self.probed.items():
+            if self.styles[path] != "sequence_parallel":
+                continue
+            if finding.fails is not None:
+                failing[path] = "sequence_parallel: it cannot be run on other lengths and numbers"
+                failing[path] += f": {finding.fails}"
+            elif finding.mixes:
+                mixing[path] = (
+                    "sequence_parallel: its result at one position depends on other positions"
+                )
+        self.complaints.by_rule(mixing | failing)
+
+    def check_bare(self) -> None:
+        """A parameter that is cut by a rule of its own is used in sharded regions only."""
+        met = self.flow.on_stream | self.flow.elsewhere
+        cut = {
+            name: rule
+            for names in self.names.values()
+            for name in names
+            if (rule := self.matches.parameters.get(name)) is not None
+            and rule.style != "replicate"
+            and not met.isdisjoint(names)
+        }
+        message = "is used outside a sharded region, where each rank has only its part of it"
+        for name, rule in cut.items() if self.tp > 1 else ():
+            self.complaints.about(rule, [name], f"{rule.style}: {message}", "make it replicate")
+
     def check_torn(self) -> None:
         torn = [name for name in self.trace.parameters.values() if self.torn(name)]
         if torn:
@@ -288,8 +332,10 @@ class _Compiler:
     def torn(self, name: str) -> bool:
         """Whether a replicated parameter's gradient is a part here and the whole there."""
         style = self.style_of(self.owner(name))
-        if style in ("rowwise", "sequence_parallel") or self.tp == 1:
+        if style == "rowwise" or self.tp == 1:
             return False
+        if style == "sequence_parallel" and self.sequence_parallel:
+            return False  # a part everywhere
         if not isinstance(self.placement(name), Replicate):
             return False
         flow = self.flow
@@ -427,6 +473,7 @@ class _Compiler:
                 streaming=self.streaming(path, own) if path in containers else (),
                 boundaries=self.boundaries.get(path, ()),
                 element=self.elements.get(path),
+                stream=self.stream_of(path),
                 transposed=path in self.sizes.transposed,
                 norm=self.width_norm(path),
                 projection=path in self.sizes.columns,
@@ -444,17 +491,39 @@ class _Compiler:
                 plans[path] = plan
         return plans
 
+    def stream_of(self, path: str) -> Argument | None:
+        """The argument that carries the stream into a module that runs on its rows, or on all."""
+        if self.styles.get(path) not in ("sequence_parallel", "replicate"):
+            return None
+        call = next((c for c in self.trace.calls if c.path == path and c.arguments), None)
+        if call is None:
+            return None
+        number = infer.stream_input(self.trace, call)
+        return next(
+            iter(call.arguments.values()) if number is None else iter([call.arguments[number]])
+        )[0]
+
     def streaming(self, path: str, own: tuple[str, ...]) -> tuple[str, ...]:
         names = {f"{path}.{name}" if path else name: name for name in own}
         met = self.flow.on_stream - self.flow.elsewhere if self.sequence_parallel else set()
         return tuple(name for full, name in names.items() if full in met)
 
     def width_norm(self, path: str) -> WidthNorm | None:
+        """An RMSNorm of the very columns that a column-parallel layer makes, shown by numbers."""
         finding = self.probed.get(path)
-        if self.styles.get(path) != "colwise" or finding is None or finding.kind != "rms_norm":
+        if self.styles.get(path) != "colwise" or finding is None or not finding.exact:
+            return None
+        if finding.kind != "rms_norm":
             return None
         (weight,) = (p for p in self.model.get_submodule(path).parameters())
-        return WidthNorm(int(weight.shape[0]), finding.eps, finding.offset)
+        width = int(weight.shape[0])
+        call = next(c for c in self.trace.calls if c.path == path)
+        for source in infer.sources(self.trace, call, self.styles):
+            if source in self.sizes.columns:
+                parts, _, _ = self.sizes.geometry.parts_of(source)
+                if width in (sum(part.size for part in parts), *(part.size for part in parts)):
+                    return WidthNorm(width, finding.eps, finding.offset)
+        return None
 
     def heads_of(self, path: str) -> int:
         return self.sizes.geometry.groups[path].heads or 0 if path in self.sizes.head_inputs else 0
