@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compat import FakeTensorMode
-from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError, Rule
+from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.layout import Rows
 from tpplan.planner import checks, infer
 from tpplan.planner.caches import no_fakes_kept
@@ -29,11 +28,12 @@ from tpplan.planner.forms import KernelChoice
 from tpplan.planner.fused import fused_modules
 from tpplan.planner.kernels import choose, implementations
 from tpplan.planner.match import match
+from tpplan.planner.placing import Placing
 from tpplan.planner.probe import probe_modules
 from tpplan.planner.replay import Failure, prove
 from tpplan.planner.shadow import call_for, padded, shadow_of, shortened
 from tpplan.planner.sizes import Sizes
-from tpplan.planner.styles import is_multihead, placement_in
+from tpplan.planner.styles import is_multihead
 from tpplan.planner.together import reduced_together
 from tpplan.planner.trace import Trace, record
 from tpplan.planner.twins import same_randomness
@@ -87,18 +87,13 @@ class _Compiler:
             for path, module in model.named_modules()
             if self.styles.get(path) == "colwise" and isinstance(module, nn.ModuleList)
         }
-        self.names = _names(model)
         self.multihead = {
             path
             for path, style in self.styles.items()
             if style == "attention" and is_multihead(model.get_submodule(path))
         }
         self.sizes = Sizes(model, tp, self.multihead, self.complaints)
-        places: dict[int, str] = {}
-        self.first_path = {
-            path: places.setdefault(id(module), path)
-            for path, module in model.named_modules(remove_duplicate=False)
-        }
+        self.placing = Placing(model, self.lists, self.multihead, self.sizes, self.complaints)
 
     # --- what can be seen without running anything
 
@@ -109,85 +104,11 @@ class _Compiler:
             parameters = dict(self.model.named_parameters())
             mentioned = {
                 names[0]
-                for names in self.names.values()
-                if any(self.rule_of(name) is not None for name in names)
+                for names in self.placing.names.values()
+                if any(self.placing.rule_of(name) is not None for name in names)
             }
             checks.check_unmentioned(parameters, mentioned, self.complaints)
         self.kernels = implementations(self.plan.kernels, kernels)
-
-    def check_ties(self) -> None:
-        for names in self.names.values():
-            places = {str(self.placement(name)): name for name in names}
-            if len(places) > 1:
-                first, *others = places.values()
-                message = (
-                    f"is tied to {', '.join(others)}, but the plan places them differently "
-                    f"({', '.join(places)})"
-                )
-                hint = "give both the same style: they are one parameter"
-                self.complaints.about(self.rule_of(first), [first], message, hint)
-
-    def check_contradictions(self) -> None:
-        """A parameter's own rule against that of the module, whose style computes with it."""
-        for name, own in self.matches.parameters.items():
-            owner, leaf = self.owner(name), name.rpartition(".")[2]
-            module, style = self.matches.modules.get(owner), self.style_of(owner)
-            if module is None or style is None or style == "attention":
-                continue
-            due = self.placement_by(style, owner, leaf)
-            if due == self.placement(name):
-                continue
-            message = f"{name}: '{own.style}' contradicts '{style}', the rule of its module"
-            self.complaints.wrong.append(
-                Diagnostic(
-                    message,
-                    own.position,
-                    "leave one of them out",
-                    (("the rule of the module", module.position),),
-                )
-            )
-
-    def rule_of(self, parameter: str) -> Rule | None:
-        """The rule that governs a parameter: its own, or its module's."""
-        own = self.matches.parameters.get(parameter)
-        owner = self.owner(parameter)
-        around = owner.rpartition(".")[0] if owner.endswith(".out_proj") else ""
-        rule = self.matches.modules.get(around if around in self.multihead else owner)
-        attention = rule is not None and rule.style == "attention"
-        if own is None and attention and not {around, owner} & self.multihead:
-            return None
-        if own is None and rule is None:
-            heads = self.list_of(parameter)
-            return None if heads is None else self.matches.modules[heads]
-        return own or rule
-
-    def list_of(self, parameter: str) -> str | None:
-        """The list with a module for each head that a parameter is in."""
-        return next((path for path in self.lists if parameter.startswith(f"{path}.")), None)
-
-    def placement(self, parameter: str) -> Placement:
-        """Where a parameter goes, by any of its names."""
-        own = self.matches.parameters.get(parameter)
-        if own is not None:
-            return Replicate() if own.style == "replicate" else Shard(0)
-        owner, leaf = self.owner(parameter), parameter.rpartition(".")[2]
-        style = self.style_of(owner)
-        return Replicate() if style is None else self.placement_by(style, owner, leaf)
-
-    def placement_by(self, style: str, owner: str, leaf: str) -> Placement:
-        """Where a module's style puts one of its parameters."""
-        module, transposed = self.model.get_submodule(owner), owner in self.sizes.transposed
-        return placement_in(style, leaf, module, transposed, self.sizes.layouts.get(owner))
-
-    def style_of(self, path: str) -> str | None:
-        """The style of a module; the output projection of torch's attention is row-parallel."""
-        around, _, leaf = path.rpartition(".")
-        inside = leaf == "out_proj" and around in self.multihead
-        return "rowwise" if inside else self.styles.get(path)
-
-    def owner(self, parameter: str) -> str:
-        """The path of the module that holds a parameter: its first, where it has several."""
-        return self.first_path[parameter.rpartition(".")[0]]
 
     # --- what a trace shows
 
@@ -214,8 +135,8 @@ class _Compiler:
             (self.trace, drawing), self.matches.modules, self.elements, self.complaints
         )
         self.sizes.lay_out(self.trace)
-        self.check_ties()
-        self.check_contradictions()
+        self.placing.check_ties()
+        self.placing.check_contradictions()
         traces = (self.trace, drawing)
         columns, dim = self.sizes.columns, self.plan.sequence_dim
         self.probed = probe_modules(self.model, self.styles, columns, traces, dim)
@@ -256,7 +177,7 @@ class _Compiler:
             drawing = self.run(shadow.train(), mode, call)
         tied = {
             name.rpartition(".")[0]
-            for names in self.names.values()
+            for names in self.placing.names.values()
             if len(names) > 1
             for name in names
         }
@@ -313,7 +234,7 @@ class _Compiler:
         met = self.flow.on_stream | self.flow.elsewhere
         cut = {
             name: rule
-            for names in self.names.values()
+            for names in self.placing.names.values()
             for name in names
             if (rule := self.matches.parameters.get(name)) is not None
             and rule.style != "replicate"
@@ -331,12 +252,12 @@ class _Compiler:
 
     def torn(self, name: str) -> bool:
         """Whether a replicated parameter's gradient is a part here and the whole there."""
-        style = self.style_of(self.owner(name))
+        style = self.placing.style_of(self.placing.owner(name))
         if style == "rowwise" or self.tp == 1:
             return False
         if style == "sequence_parallel" and self.sequence_parallel:
             return False  # a part everywhere
-        if not isinstance(self.placement(name), Replicate):
+        if not isinstance(self.placing.placement(name), Replicate):
             return False
         flow = self.flow
         partial, whole = [flow.in_region], [flow.elsewhere]
@@ -387,7 +308,7 @@ class _Compiler:
 
     def result(self) -> CompiledPlan:
         parameters = {
-            names[0]: self.parameter_plan(names) for names in self.names.values() if names
+            names[0]: self.parameter_plan(names) for names in self.placing.names.values() if names
         }
         return CompiledPlan(
             plan=self.plan,
@@ -401,7 +322,7 @@ class _Compiler:
 
     def parameter_plan(self, names: tuple[str, ...]) -> ParameterPlan:
         parameter = self.model.get_parameter(names[0])
-        placement = self.placement(names[0])
+        placement = self.placing.placement(names[0])
         shape = list(parameter.shape)
         if isinstance(placement, Rows):
             shape[placement.dim] = placement.length()
@@ -414,24 +335,24 @@ class _Compiler:
             placement=placement,
             local_shape=tuple(shape),
             summed=self.tp > 1 and any(self.summed(name) for name in names),
-            apart=any(self.list_of(name) is not None for name in names),
+            apart=any(self.placing.list_of(name) is not None for name in names),
             aliases=names[1:],
-            rule=self.rule_of(names[0]),
+            rule=self.placing.rule_of(names[0]),
         )
 
     def summed(self, name: str) -> bool:
         """Whether each rank's gradient of a parameter, or of rows it shares, is only a part."""
-        placement = self.placement(name)
+        placement = self.placing.placement(name)
         if isinstance(placement, Rows):
             return bool(placement.shared())
         if not isinstance(placement, Replicate):
             return False
-        style = self.style_of(self.owner(name))
-        if self.scatters(self.owner(name)):
+        style = self.placing.style_of(self.placing.owner(name))
+        if self.scatters(self.placing.owner(name)):
             return True
         if style in ("rowwise", "sequence_parallel") and not self._in_region(name, style):
             return self.sequence_parallel
-        path, leaf = self.owner(name), name.rpartition(".")[2]
+        path, leaf = self.placing.owner(name), name.rpartition(".")[2]
         if path in self.containers() and self.streaming(path, (leaf,)):
             return False  # by DTensor itself
         on_stream = self.sequence_parallel and name in self.flow.on_stream
@@ -495,13 +416,7 @@ class _Compiler:
         """The argument that carries the stream into a module that runs on its rows, or on all."""
         if self.styles.get(path) not in ("sequence_parallel", "replicate"):
             return None
-        call = next((c for c in self.trace.calls if c.path == path and c.arguments), None)
-        if call is None:
-            return None
-        number = infer.stream_input(self.trace, call)
-        return next(
-            iter(call.arguments.values()) if number is None else iter([call.arguments[number]])
-        )[0]
+        return infer.carrying(self.trace, path)
 
     def streaming(self, path: str, own: tuple[str, ...]) -> tuple[str, ...]:
         names = {f"{path}.{name}" if path else name: name for name in own}
@@ -550,13 +465,6 @@ class _Compiler:
 
     def _in_element(self, path: str) -> bool:
         return any(e and (path == e or path.startswith(e + ".")) for e in self.elements)
-
-
-def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    names: dict[int, tuple[str, ...]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)] = (*names.get(id(parameter), ()), name)
-    return names
 
 
 def _dropouts(model: nn.Module) -> set[str]:

@@ -22,6 +22,16 @@ def stream_input(trace: Trace, call: Call) -> int | None:
     return next((number for number in call.arguments if number in trace.floating), None)
 
 
+def carrying(trace: Trace, path: str) -> Argument | None:
+    """The argument that carries the stream into a module; None where it was not called."""
+    call = next((c for c in trace.calls if c.path == path and c.arguments), None)
+    if call is None:
+        return None
+    number = stream_input(trace, call)
+    # an embedding of positions is given their ids
+    return call.arguments[next(iter(call.arguments)) if number is None else number][0]
+
+
 def find_boundaries(
     trace: Trace,
     columns: set[str],

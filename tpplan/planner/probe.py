@@ -29,6 +29,7 @@ _LENGTH, _CUTS = 29, (0, 1, 6, 17, 29)
 _PROBED = frozenset({"sequence_parallel", "replicate", "colwise"})
 _TOLERANCE = 1e-5
 _LARGE = 2**25
+_HUGE = 1e3
 
 Run = Callable[[nn.Module, torch.Tensor], Any]
 """Calls a module as the model did, with another stream."""
@@ -187,7 +188,8 @@ def _norm(
     x = _random(*sizes[-len(shape) :])
     twin = twin_of(module).eval()
     with torch.no_grad():
-        kind, offset = _kind(twin, x, run(twin, x))
+        # numbers so large that an eps does not show
+        kind, offset = _kind(twin, _HUGE * x, run(twin, _HUGE * x))
         if kind is None:
             return found
         eps = _eps(twin, run, x, kind, offset)
@@ -228,10 +230,10 @@ def _eps(module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool) 
     result = run(module, small) - (shift[0] if shift else 0.0)
     if kind == "layer_norm":
         small = small - small.mean(-1, keepdim=True)
-    root = (small * (1 + weight if offset else weight)).abs().sum() / result.abs().sum()
-    solved = float(root.square() - small.square().mean())
-    stated = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-2]
-    return min(stated, key=lambda v: abs(v - solved), default=max(solved, 0.0))
+    root = (small * (1 + weight if offset else weight)).abs().sum(-1) / result.abs().sum(-1)
+    solved = float((root.square() - small.square().mean(-1)).mean())
+    stated = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1]
+    return min(stated, key=lambda v: abs(v - solved), default=max(float(f"{solved:.5g}"), 0.0))
 
 
 def _exactly(

@@ -292,7 +292,7 @@ class SequenceParallel(Lowered):
         local = stream.to_local(given) if sharded else split(given, dim, state.transition)
         args, kwargs = _replaced(argument, local, args, kwargs)
         out = super().forward(*args, **kwargs)
-        if sharded or (stream.inside and not floating):
+        if sharded or stream.inside:
             return stream.to_global(out, length, dim)
         return join(out, dim, length, state.transition)
 
