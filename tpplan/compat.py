@@ -49,6 +49,7 @@ __all__ = [
     "hooks_of",
     "in_backward",
     "is_composite",
+    "is_fake",
     "is_held_elsewhere",
     "is_view",
     "kept_by_fsdp",
@@ -257,6 +258,13 @@ def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
 def fakes_are_made() -> bool:
     """Whether ops make fake tensors now: nothing is computed, and nothing sent."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fake, or a DTensor or another wrapper of fakes."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.is_fake(tensor)
 
 
 def without_fakes() -> contextlib.AbstractContextManager[object]:

@@ -73,6 +73,10 @@ def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> N
         dict.fromkeys(flow.unsharded, "rowwise: its input is whole, not sharded"),
         "a row-parallel layer takes what column-parallel layers produce",
     )
+    complaints.by_rule(
+        dict.fromkeys(flow.unsplit, "colwise: it does more to a whole tensor than multiply it"),
+        "only what multiplies by its weight can make columns of its own",
+    )
     twice = {}
     for path, makers in flow.twice.items():
         style = complaints.matches.modules[path].style

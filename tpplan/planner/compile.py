@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compat import FakeTensorMode
-from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError, Rule
+from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.layout import Rows
 from tpplan.planner import checks, infer
+from tpplan.planner.caches import no_fakes_kept
 from tpplan.planner.compiled import (
+    Argument,
     CompiledPlan,
     Draws,
     ModulePlan,
@@ -27,13 +28,15 @@ from tpplan.planner.forms import KernelChoice
 from tpplan.planner.fused import fused_modules
 from tpplan.planner.kernels import choose, implementations
 from tpplan.planner.match import match
+from tpplan.planner.placing import Placing
 from tpplan.planner.probe import probe_modules
 from tpplan.planner.replay import Failure, prove
 from tpplan.planner.shadow import call_for, padded, shadow_of, shortened
 from tpplan.planner.sizes import Sizes
-from tpplan.planner.styles import is_multihead, placement_in
+from tpplan.planner.styles import is_multihead
 from tpplan.planner.together import reduced_together
 from tpplan.planner.trace import Trace, record
+from tpplan.planner.twins import same_randomness
 from tpplan.planner.unproved import say_unproved
 
 
@@ -55,14 +58,15 @@ def compile_plan(
     Raises:
         PlanError: with every problem found.
     """
-    compiler = _Compiler(model, plan, tp, sequence_parallel)
-    compiler.check_structure(kernels)
-    if compiler.complaints.wrong:
-        compiler.check_sizes(inputs)
-    compiler.complaints.stop_if_any()
-    compiler.examine(inputs)
-    compiler.complaints.stop_if_any()
-    return compiler.result()
+    with same_randomness():
+        compiler = _Compiler(model, plan, tp, sequence_parallel)
+        compiler.check_structure(kernels)
+        if compiler.complaints.wrong:
+            compiler.check_sizes(inputs)
+        compiler.complaints.stop_if_any()
+        compiler.examine(inputs)
+        compiler.complaints.stop_if_any()
+        return compiler.result()
 
 
 class _Compiler:
@@ -83,18 +87,13 @@ class _Compiler:
             for path, module in model.named_modules()
             if self.styles.get(path) == "colwise" and isinstance(module, nn.ModuleList)
         }
-        self.names = _names(model)
         self.multihead = {
             path
             for path, style in self.styles.items()
             if style == "attention" and is_multihead(model.get_submodule(path))
         }
         self.sizes = Sizes(model, tp, self.multihead, self.complaints)
-        places: dict[int, str] = {}
-        self.first_path = {
-            path: places.setdefault(id(module), path)
-            for path, module in model.named_modules(remove_duplicate=False)
-        }
+        self.placing = Placing(model, self.lists, self.multihead, self.sizes, self.complaints)
 
     # --- what can be seen without running anything
 
@@ -105,68 +104,11 @@ class _Compiler:
             parameters = dict(self.model.named_parameters())
             mentioned = {
                 names[0]
-                for names in self.names.values()
-                if any(self.rule_of(name) is not None for name in names)
+                for names in self.placing.names.values()
+                if any(self.placing.rule_of(name) is not None for name in names)
             }
             checks.check_unmentioned(parameters, mentioned, self.complaints)
         self.kernels = implementations(self.plan.kernels, kernels)
-
-    def check_ties(self) -> None:
-        for names in self.names.values():
-            places = {str(self.placement(name)): name for name in names}
-            if len(places) > 1:
-                first, *others = places.values()
-                message = (
-                    f"is tied to {', '.join(others)}, but the plan places them differently "
-                    f"({', '.join(places)})"
-                )
-                hint = "give both the same style: they are one parameter"
-                self.complaints.about(self.rule_of(first), [first], message, hint)
-
-    def rule_of(self, parameter: str) -> Rule | None:
-        """The rule that governs a parameter: its own, or its module's."""
-        own = self.matches.parameters.get(parameter)
-        owner = self.owner(parameter)
-        around = owner.rpartition(".")[0] if owner.endswith(".out_proj") else ""
-        rule = self.matches.modules.get(around if around in self.multihead else owner)
-        attention = rule is not None and rule.style == "attention"
-        if own is None and attention and not {around, owner} & self.multihead:
-            return None
-        if own is None and rule is None:
-            heads = self.list_of(parameter)
-            return None if heads is None else self.matches.modules[heads]
-        return own or rule
-
-    def list_of(self, parameter: str) -> str | None:
-        """The list with a module for each head that a parameter is in."""
-        return next((path for path in self.lists if parameter.startswith(f"{path}.")), None)
-
-    def placement(self, parameter: str) -> Placement:
-        """Where a parameter goes, by any of its names."""
-        own = self.matches.parameters.get(parameter)
-        if own is not None:
-            return Replicate() if own.style == "replicate" else Shard(0)
-        owner, leaf = self.owner(parameter), parameter.rpartition(".")[2]
-        style = self.style_of(owner)
-        if style is None:
-            return Replicate()
-        return placement_in(
-            style,
-            leaf,
-            self.model.get_submodule(owner),
-            owner in self.sizes.transposed,
-            self.sizes.layouts.get(owner),
-        )
-
-    def style_of(self, path: str) -> str | None:
-        """The style of a module; the output projection of torch's attention is row-parallel."""
-        around, _, leaf = path.rpartition(".")
-        inside = leaf == "out_proj" and around in self.multihead
-        return "rowwise" if inside else self.styles.get(path)
-
-    def owner(self, parameter: str) -> str:
-        """The path of the module that holds a parameter: its first, where it has several."""
-        return self.first_path[parameter.rpartition(".")[0]]
 
     # --- what a trace shows
 
@@ -193,15 +135,12 @@ class _Compiler:
             (self.trace, drawing), self.matches.modules, self.elements, self.complaints
         )
         self.sizes.lay_out(self.trace)
-        self.check_ties()
-        self.probed = probe_modules(self.model, self.styles, self.sizes.columns, self.trace)
-        self.fused = fused_modules(
-            self.model,
-            self.styles,
-            self.sizes.columns,
-            self.sizes.transposed,
-            (self.trace, drawing),
-        )
+        self.placing.check_ties()
+        self.placing.check_contradictions()
+        traces = (self.trace, drawing)
+        columns, dim = self.sizes.columns, self.plan.sequence_dim
+        self.probed = probe_modules(self.model, self.styles, columns, traces, dim)
+        self.fused = fused_modules(self.model, self.styles, columns, self.sizes.transposed, traces)
         self.complaints.stop_if_any()
         findings = (
             self.matches.modules,
@@ -223,14 +162,9 @@ class _Compiler:
         self.check_stack()
         checks.check_flow(self.flow, self.sequence_parallel, self.complaints)
         self.check_torn()
+        self.check_bare()
         if self.sequence_parallel:
-            mixing = [
-                path
-                for path, finding in self.probed.items()
-                if finding.mixes and self.styles[path] == "sequence_parallel"
-            ]
-            message = "sequence_parallel: its result at one position depends on other positions"
-            self.complaints.by_rule(dict.fromkeys(mixing, message))
+            self.check_apart()
         if not self.complaints.wrong and self.tp > 1:
             self.check_regions(call)
 
@@ -238,11 +172,12 @@ class _Compiler:
         """Trace the model in evaluation; the trace in training is returned."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         shadow = shadow_of(self.model, mode)
-        self.trace = self.run(shadow.eval(), mode, call)
-        drawing = self.run(shadow.train(), mode, call)
+        with no_fakes_kept():
+            self.trace = self.run(shadow.eval(), mode, call)
+            drawing = self.run(shadow.train(), mode, call)
         tied = {
             name.rpartition(".")[0]
-            for names in self.names.values()
+            for names in self.placing.names.values()
             if len(names) > 1
             for name in names
         }
@@ -279,6 +214,36 @@ class _Compiler:
             hint = "name it with 'layers:', or turn sequence_parallel off"
             self.complaints.about(None, [""], message, hint)
 
+    def check_apart(self) -> None:
+        """What runs on a part of the sequence must do the same to it as among the rest."""
+        mixing, failing = {}, {}
+        for path, finding in self.probed.items():
+            if self.styles[path] != "sequence_parallel":
+                continue
+            if finding.fails is not None:
+                failing[path] = "sequence_parallel: it cannot be run on other lengths and numbers"
+                failing[path] += f": {finding.fails}"
+            elif finding.mixes:
+                mixing[path] = (
+                    "sequence_parallel: its result at one position depends on other positions"
+                )
+        self.complaints.by_rule(mixing | failing)
+
+    def check_bare(self) -> None:
+        """A parameter that is cut by a rule of its own is used in sharded regions only."""
+        met = self.flow.on_stream | self.flow.elsewhere
+        cut = {
+            name: rule
+            for names in self.placing.names.values()
+            for name in names
+            if (rule := self.matches.parameters.get(name)) is not None
+            and rule.style != "replicate"
+            and not met.isdisjoint(names)
+        }
+        message = "is used outside a sharded region, where each rank has only its part of it"
+        for name, rule in cut.items() if self.tp > 1 else ():
+            self.complaints.about(rule, [name], f"{rule.style}: {message}", "make it replicate")
+
     def check_torn(self) -> None:
         torn = [name for name in self.trace.parameters.values() if self.torn(name)]
         if torn:
@@ -287,10 +252,12 @@ class _Compiler:
 
     def torn(self, name: str) -> bool:
         """Whether a replicated parameter's gradient is a part here and the whole there."""
-        style = self.style_of(self.owner(name))
-        if style in ("rowwise", "sequence_parallel") or self.tp == 1:
+        style = self.placing.style_of(self.placing.owner(name))
+        if style == "rowwise" or self.tp == 1:
             return False
-        if not isinstance(self.placement(name), Replicate):
+        if style == "sequence_parallel" and self.sequence_parallel:
+            return False  # a part everywhere
+        if not isinstance(self.placing.placement(name), Replicate):
             return False
         flow = self.flow
         partial, whole = [flow.in_region], [flow.elsewhere]
@@ -341,7 +308,7 @@ class _Compiler:
 
     def result(self) -> CompiledPlan:
         parameters = {
-            names[0]: self.parameter_plan(names) for names in self.names.values() if names
+            names[0]: self.parameter_plan(names) for names in self.placing.names.values() if names
         }
         return CompiledPlan(
             plan=self.plan,
@@ -355,7 +322,7 @@ class _Compiler:
 
     def parameter_plan(self, names: tuple[str, ...]) -> ParameterPlan:
         parameter = self.model.get_parameter(names[0])
-        placement = self.placement(names[0])
+        placement = self.placing.placement(names[0])
         shape = list(parameter.shape)
         if isinstance(placement, Rows):
             shape[placement.dim] = placement.length()
@@ -368,24 +335,24 @@ class _Compiler:
             placement=placement,
             local_shape=tuple(shape),
             summed=self.tp > 1 and any(self.summed(name) for name in names),
-            apart=any(self.list_of(name) is not None for name in names),
+            apart=any(self.placing.list_of(name) is not None for name in names),
             aliases=names[1:],
-            rule=self.rule_of(names[0]),
+            rule=self.placing.rule_of(names[0]),
         )
 
     def summed(self, name: str) -> bool:
         """Whether each rank's gradient of a parameter, or of rows it shares, is only a part."""
-        placement = self.placement(name)
+        placement = self.placing.placement(name)
         if isinstance(placement, Rows):
             return bool(placement.shared())
         if not isinstance(placement, Replicate):
             return False
-        style = self.style_of(self.owner(name))
-        if self.scatters(self.owner(name)):
+        style = self.placing.style_of(self.placing.owner(name))
+        if self.scatters(self.placing.owner(name)):
             return True
         if style in ("rowwise", "sequence_parallel") and not self._in_region(name, style):
             return self.sequence_parallel
-        path, leaf = self.owner(name), name.rpartition(".")[2]
+        path, leaf = self.placing.owner(name), name.rpartition(".")[2]
         if path in self.containers() and self.streaming(path, (leaf,)):
             return False  # by DTensor itself
         on_stream = self.sequence_parallel and name in self.flow.on_stream
@@ -427,6 +394,7 @@ class _Compiler:
                 streaming=self.streaming(path, own) if path in containers else (),
                 boundaries=self.boundaries.get(path, ()),
                 element=self.elements.get(path),
+                stream=self.stream_of(path),
                 transposed=path in self.sizes.transposed,
                 norm=self.width_norm(path),
                 projection=path in self.sizes.columns,
@@ -444,17 +412,33 @@ class _Compiler:
                 plans[path] = plan
         return plans
 
+    def stream_of(self, path: str) -> Argument | None:
+        """The argument that carries the stream into a module that runs on its rows, or on all."""
+        if self.styles.get(path) not in ("sequence_parallel", "replicate"):
+            return None
+        return infer.carrying(self.trace, path)
+
     def streaming(self, path: str, own: tuple[str, ...]) -> tuple[str, ...]:
         names = {f"{path}.{name}" if path else name: name for name in own}
         met = self.flow.on_stream - self.flow.elsewhere if self.sequence_parallel else set()
         return tuple(name for full, name in names.items() if full in met)
 
     def width_norm(self, path: str) -> WidthNorm | None:
+        """An RMSNorm of the very columns that a column-parallel layer makes, shown by numbers."""
         finding = self.probed.get(path)
-        if self.styles.get(path) != "colwise" or finding is None or finding.kind != "rms_norm":
+        if self.styles.get(path) != "colwise" or finding is None or not finding.exact:
+            return None
+        if finding.kind != "rms_norm":
             return None
         (weight,) = (p for p in self.model.get_submodule(path).parameters())
-        return WidthNorm(int(weight.shape[0]), finding.eps, finding.offset)
+        width = int(weight.shape[0])
+        call = next(c for c in self.trace.calls if c.path == path)
+        for source in infer.sources(self.trace, call, self.styles):
+            if source in self.sizes.columns:
+                parts, _, _ = self.sizes.geometry.parts_of(source)
+                if width in (sum(part.size for part in parts), *(part.size for part in parts)):
+                    return WidthNorm(width, finding.eps, finding.offset)
+        return None
 
     def heads_of(self, path: str) -> int:
         return self.sizes.geometry.groups[path].heads or 0 if path in self.sizes.head_inputs else 0
@@ -481,13 +465,6 @@ class _Compiler:
 
     def _in_element(self, path: str) -> bool:
         return any(e and (path == e or path.startswith(e + ".")) for e in self.elements)
-
-
-def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    names: dict[int, tuple[str, ...]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)] = (*names.get(id(parameter), ()), name)
-    return names
 
 
 def _dropouts(model: nn.Module) -> set[str]:

@@ -114,6 +114,8 @@ class ModulePlan:
             rewritten modules.
         parameters: names of its own parameters that become DTensors.
         streaming: those of them that its own code combines with the stream in its global form.
+        stream: the argument that carries the stream, of a module that takes its rows of it, or all
+            of it; None where it was not called.
         projection: whether it is column-parallel and multiplies its input by its weight.
         multihead: whether it is torch's own attention, computed anew from the rank's heads.
         transposed: whether its weight is stored (in, out).
@@ -134,6 +136,7 @@ class ModulePlan:
     streaming: tuple[str, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     element: Element | None = None
+    stream: Argument | None = None
     projection: bool = False
     multihead: bool = False
     transposed: bool = False

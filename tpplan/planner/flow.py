@@ -28,6 +28,7 @@ class Flow:
         unsharded: row-parallel layers whose input is whole.
         twice: column-parallel layers and heads whose input is already sharded, and the layers
             that sharded it.
+        unsplit: modules that are to run on sharded columns, but are given a whole tensor.
         unreduced: elements, or the model (""), that sharded activations leave.
         mixed: outside the elements, modules (by path) that combine the stream with a whole
             tensor, and the path of the module that made that tensor.
@@ -47,6 +48,7 @@ class Flow:
     elsewhere: set[str] = field(default_factory=set)
     unsharded: list[str] = field(default_factory=list)
     twice: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unsplit: list[str] = field(default_factory=list)
     unreduced: list[str] = field(default_factory=list)
     mixed: dict[str, str] = field(default_factory=dict)
     torn: dict[str, str] = field(default_factory=dict)
@@ -149,6 +151,9 @@ class _Walk:
         sharded = given in self.region and given not in self.whole_in_region
         if style == "rowwise" and given is not None and not sharded:
             self.flow.unsharded.append(call.path)
+        inside = style == "colwise" and call.path not in self.columns
+        if inside and given is not None and not sharded:
+            self.flow.unsplit.append(call.path)
         head = style == "vocab" and call.path in self.boundaries
         if (head or call.path in self.columns) and sharded:
             self.flow.twice[call.path] = tuple(sources(self.trace, call, self.styles))
@@ -204,8 +209,11 @@ class _Walk:
             self.stream.add(call.outputs[0])
             if any(n in self.stream and n in self.trace.floating for n in call.outputs[1:]):
                 self.flow.escaping.append(call.path)
-        if call.parent is None and call.outputs and call.outputs[0] in self.region:
-            self.flow.unreduced.append("")
+        if call.parent is None:
+            if call.outputs and call.outputs[0] in self.region:
+                self.flow.unreduced.append("")
+            for number in call.outputs:
+                self.flow.elsewhere |= self.weights.get(number, frozenset())
         for number in call.outputs:
             self.maker.setdefault(number, call.path)
 

@@ -39,7 +39,7 @@ class Geometry:
 
     Args:
         rules: by module path.
-        seen: column-parallel layer -> the (count, width) views the trace showed of its columns.
+        seen: column-parallel layer -> the dimensions the trace showed its columns viewed as.
         transposed: layers whose weight is (in, out).
     """
 
@@ -47,11 +47,12 @@ class Geometry:
         self,
         model: nn.Module,
         rules: Mapping[str, Rule],
-        seen: Mapping[str, Sequence[tuple[int, int]]],
+        seen: Mapping[str, Sequence[tuple[int, ...]]],
         transposed: set[str],
         wrong: list[Diagnostic],
     ) -> None:
-        self.model, self.rules, self.seen = model, rules, seen
+        self.model, self.rules = model, rules
+        self.seen = {path: [self._view(path, dims) for dims in seen[path]] for path in seen}
         self.transposed, self.wrong = transposed, wrong
         self.groups: dict[str, Heads] = {}
         for path, rule in rules.items():
@@ -59,6 +60,15 @@ class Geometry:
                 group = self.group_of(path)
                 if group not in self.groups:
                     self.groups[group] = self._heads(group)
+
+    def _view(self, path: str, dims: tuple[int, ...]) -> tuple[int, int]:
+        """The count and the width of heads in a view, which may have the packed parts first."""
+        packed = self.rules[path].options.get("packed")
+        if len(dims) > 2 and isinstance(packed, Mapping):
+            parts: Sequence[str] = packed["parts"]
+            if dims[0] == len(parts) and packed.get("repeat", 1) == 1:
+                return dims[1], dims[-1]
+        return dims[0], dims[-1]
 
     def group_of(self, path: str) -> str:
         """The module whose layers share one geometry: the ``attention`` one, or the parent."""

@@ -22,6 +22,16 @@ def stream_input(trace: Trace, call: Call) -> int | None:
     return next((number for number in call.arguments if number in trace.floating), None)
 
 
+def carrying(trace: Trace, path: str) -> Argument | None:
+    """The argument that carries the stream into a module; None where it was not called."""
+    call = next((c for c in trace.calls if c.path == path and c.arguments), None)
+    if call is None:
+        return None
+    number = stream_input(trace, call)
+    # an embedding of positions is given their ids
+    return call.arguments[next(iter(call.arguments)) if number is None else number][0]
+
+
 def find_boundaries(
     trace: Trace,
     columns: set[str],
@@ -159,12 +169,12 @@ def _others(trace: Trace, call: Call, stream: Argument, entering: set[int]) -> t
     """
     number = next(n for n, names in call.arguments.items() if stream in names)
     rows = trace.shapes[number][:-1]
-    return tuple(
-        names[0]
-        for other, names in call.arguments.items()
-        if other not in entering and other in trace.floating and other != number
-        if trace.shapes[other][: len(rows)] == rows
-    )
+    # the first layer may be given the stream under several names
+    others = [name for name in call.arguments[number] if name != stream]
+    for other, names in call.arguments.items():
+        if other not in entering and other in trace.floating and other != number:
+            others += names[:1] if trace.shapes[other][: len(rows)] == rows else ()
+    return tuple(others)
 
 
 def _stream_of(trace: Trace, call: Call) -> Argument | None:
@@ -177,13 +187,13 @@ def _stream_of(trace: Trace, call: Call) -> Argument | None:
     return None
 
 
-def head_views(trace: Trace, columns: set[str]) -> dict[str, list[tuple[int, int]]]:
-    """The (count, width) that a model views the columns of its column-parallel layers as.
+def head_views(trace: Trace, columns: set[str]) -> dict[str, list[tuple[int, ...]]]:
+    """The dimensions that a model views the columns of its column-parallel layers as.
 
     Columns are followed through what acts on each by itself, and through cuts of a packed layer.
     """
     flat = {c.outputs[0]: c.path for c in trace.calls if c.path in columns and c.outputs}
-    seen: dict[str, list[tuple[int, int]]] = {}
+    seen: dict[str, list[tuple[int, ...]]] = {}
     for op in trace.ops:
         if trace.calls[op.call].path in columns:
             continue
@@ -197,7 +207,7 @@ def head_views(trace: Trace, columns: set[str]) -> dict[str, list[tuple[int, int
                 deeper = len(shape) - len(trace.shapes[number])
                 heads = _heads_of(shape, width, deeper) if name in VIEWS else ()
                 if len(heads) >= 2:
-                    seen.setdefault(path, []).append((heads[0], heads[-1]))
+                    seen.setdefault(path, []).append(heads)
                 elif name in _CUTS or (
                     shape[-1:] == (width,) and (op.pointwise or name in KEEPING or name in VIEWS)
                 ):
@@ -257,46 +267,3 @@ def require_called(trace: Trace, styles: Mapping[str, str], tied: Set[str]) -> N
         message = f"{silent[0]} was not called in the forward pass that was traced"
         hint = "give inputs= with which the model calls it, or leave it out of the plan"
         raise PlanError([Diagnostic(message, hint=hint)])
-
-
-_PROJECTION = frozenset(
-    {
-        "t",
-        "transpose",
-        "permute",
-        "numpy_T",
-        "addmm",
-        "mm",
-        "bmm",
-        "matmul",
-        "linear",
-        "view",
-        "reshape",
-        "add",
-        "expand",
-    }
-)
-
-
-def orientation(trace: Trace, path: str) -> str | None:
-    """How a module multiplies its input by its weight: "linear" (out, in), "transposed", or None.
-
-    Read off the ops of its first call; None where it does anything else.
-    """
-    call = next((c for c in trace.calls if c.path == path), None)
-    if call is None:
-        return None
-    weight = next((n for n, name in trace.parameters.items() if name == f"{path}.weight"), None)
-    turned: set[int] = set()
-    found: str | None = None
-    for op in trace.ops[call.first_op : call.last_op]:
-        name = op.name.removeprefix("aten.").split(".")[0]
-        if name not in _PROJECTION and name not in VIEWS and name not in KEEPING:
-            return None
-        if name in ("t", "transpose", "permute", "numpy_T") and weight in op.inputs:
-            turned.update(op.outputs)
-        elif name == "linear" or turned.intersection(op.inputs):
-            found = "linear"
-        elif weight in op.inputs:
-            found = "transposed"
-    return found

@@ -27,6 +27,7 @@ from tpplan.planner.compiled import Argument, Element, ModulePlan
 from tpplan.planner.geometry import attribute
 from tpplan.planner.likeness import identity, shared_tensors
 from tpplan.planner.match import folded
+from tpplan.planner.twins import buffer_like, without_hooks
 
 _LARGE = 2**22
 _TOLERANCE = 1e-4
@@ -110,6 +111,8 @@ class _Replay:
         self.events: list[_Event] = []
         self.at = 0
         self.running: list[str] = []
+        # modules on sharded columns or heads, which are run on the rank's part
+        self.inner: list[str] = []
         self.model = _stand_in(model, {p for p in plans if self._answers(model, p)})
         for path, module in self.model.named_modules():
             self._watch(path, module)
@@ -129,7 +132,8 @@ class _Replay:
         if plan is not None:
             original = module.forward
             if plan.style == "colwise" and path not in self.columns:
-                module.forward = self._inner(path, original)  # type: ignore[method-assign]
+                module.forward = self._inner(path, original, plan)  # type: ignore[method-assign]
+                self.inner += [] if plan.norm else [path]
             elif plan.multihead:
                 module.forward = self._multihead(path)  # type: ignore[method-assign]
             elif any(p is not None and p.is_meta for p in module._parameters.values()):
@@ -179,12 +183,14 @@ class _Replay:
         before = []
         # a module may stand in several places, with a name of its parameter for each
         tables = {}
-        for name in self.bare:
+        inside = (f"{path}.{leaf}" for path in self.inner for leaf in self.plans[path].parameters)
+        for name in (*self.bare, *inside):
             owner, _, leaf = name.rpartition(".")
-            table = self.model.get_submodule(owner)._parameters
-            tables[id(table), leaf] = table, leaf
-        for table, leaf in tables.values():
-            before.append(_narrowed(table, leaf, rank, self.tp))
+            module = self.model.get_submodule(owner)
+            dim = 1 if isinstance(module, nn.Embedding) else 0
+            tables[id(module), leaf] = module._parameters, leaf, dim
+        for table, leaf, dim in tables.values():
+            before.append(_narrowed(table, leaf, dim, rank, self.tp))
         for path in self.lists:
             before.append(_shortened(self.model.get_submodule(path), rank, self.tp))
         for path, plan in self.plans.items():
@@ -259,7 +265,9 @@ class _Replay:
 
         return forward
 
-    def _inner(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _inner(
+        self, path: str, original: Callable[..., Any], plan: ModulePlan
+    ) -> Callable[..., Any]:
         """A module that computes on sharded columns or heads: the rank's part of the whole's."""
 
         def forward(given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -268,21 +276,27 @@ class _Replay:
                 self.events.append(_Event(path, given.clone(), made))
                 return made.clone()
             event = self._next(path)
-            whole, made = event.given, event.made
-            if whole.shape == given.shape:
-                dim = made.dim() - 1
-            else:
-                dims = [d for d in range(whole.dim()) if whole.size(d) != given.size(d)]
-                if whole.dim() != given.dim() or len(dims) != 1:
-                    raise _Departed(path, f"its input has shape {tuple(given.shape)}")
-                dim = dims[0]
-                each = whole.size(dim) // self.tp
-                due = whole.narrow(dim, self.rank * each, each)
+            if event.given.shape != given.shape:
+                due = self._part(path, event.given, given, "its input has")
                 _compare(path, due, given, "its input is not this rank's part")
-            each = made.size(dim) // self.tp
-            return made.narrow(dim, self.rank * each, each).clone()
+            if plan.norm is not None:  # computed across the ranks, as its probe has shown
+                return self._part(path, event.made, given, "gives")
+            made = original(given, *args, **kwargs)
+            due = self._part(path, event.made, made, "gives")
+            _compare(path, due, made, "does not give its part of what the whole model has there")
+            return due
 
         return forward
+
+    def _part(self, path: str, whole: torch.Tensor, own: torch.Tensor, what: str) -> torch.Tensor:
+        """The rank's part of ``whole``, along the dimension in which its own is shorter."""
+        assert self.rank is not None
+        same = whole.dim() == own.dim()
+        dims = [d for d in range(whole.dim()) if whole.size(d) != own.size(d)] if same else []
+        if len(dims) != 1:
+            raise _Departed(path, f"{what} shape {tuple(own.shape)}")
+        each = whole.size(dims[0]) // self.tp
+        return whole.narrow(dims[0], self.rank * each, each).clone()
 
     def _with_heads(self, plan: ModulePlan, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -294,12 +308,13 @@ class _Replay:
 
 
 def _narrowed(
-    table: dict[str, nn.Parameter | None], leaf: str, rank: int, tp: int
+    table: dict[str, nn.Parameter | None], leaf: str, dim: int, rank: int, tp: int
 ) -> Callable[[], None]:
     whole = table[leaf]
     assert whole is not None
-    each = whole.size(0) // tp
-    table[leaf] = nn.Parameter(whole.narrow(0, rank * each, each), requires_grad=False)
+    each = whole.size(dim) // tp
+    own = whole.narrow(dim, rank * each, each)
+    table[leaf] = nn.Parameter(own, requires_grad=False)
     return lambda: table.__setitem__(leaf, whole)
 
 
@@ -404,21 +419,7 @@ def _stand_in(model: nn.Module, answering: set[str]) -> nn.Module:
         for table in (module._buffers, vars(module)):
             for value in table.values():
                 if isinstance(value, torch.Tensor) and id(value) not in memo:
-                    memo[id(value)] = _stand_in_buffer(value, generator)
+                    memo[id(value)] = buffer_like(value, generator, torch.float32)
     twin_model = copy.deepcopy(model, memo).eval()
-    for module in twin_model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            hooks.clear()
+    without_hooks(twin_model)
     return twin_model
-
-
-def _stand_in_buffer(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    if not value.is_meta:
-        copied = value.detach().cpu().clone()
-        return copied.float() if copied.is_floating_point() else copied
-    if value.is_floating_point():
-        return torch.rand(value.shape, generator=generator)
-    if value.dtype == torch.bool:
-        return torch.ones(value.shape, dtype=torch.bool)
-    last = value.shape[-1] if value.dim() else 1
-    return torch.arange(last, dtype=value.dtype).expand(value.shape).clone()

@@ -14,7 +14,8 @@ from tpplan.planner.compiled import Argument
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import fold
-from tpplan.planner.styles import divisors
+from tpplan.planner.products import Products
+from tpplan.planner.styles import divisors, placement_in, runs_as
 from tpplan.planner.trace import Trace
 
 _FUSED = ("activation_relu_or_gelu", "use_nested_tensor")
@@ -39,6 +40,7 @@ class Sizes:
     ) -> None:
         self.model, self.tp, self.multihead = model, tp, multihead
         self.complaints, self.rules = complaints, complaints.matches.modules
+        self.products = Products(model)
         self.columns: set[str] = set()
         self.transposed: set[str] = set()
         self.layouts: dict[str, Rows] = {}
@@ -55,7 +57,7 @@ class Sizes:
                 continue
             if self.model.get_submodule(path)._parameters.get("weight") is None:
                 continue  # said before
-            found = infer.orientation(trace, path)
+            found = self.products.orientation(trace, path)
             stated = rule.options.get("transposed")
             if found is None:
                 if rule.style == "rowwise" or isinstance(self.model.get_submodule(path), nn.Linear):
@@ -83,6 +85,8 @@ class Sizes:
                     rows = self.geometry.rows(path, self.tp)
                     if rows is not None:
                         self.layouts[path] = rows
+                elif rule.style == "colwise":
+                    self._inside(path, misfits)
                 elif rule.style == "rowwise":
                     weight = self.model.get_submodule(path)._parameters.get("weight")
                     if weight is None or weight.dim() != 2:
@@ -103,7 +107,7 @@ class Sizes:
             self.complaints.by_rule(found, f"tp may be {fit}")
         for path in self.multihead if not self.complaints.wrong else ():
             self._multihead(path)
-        self.attributes = self.geometry.attributes(self.tp)
+        self.attributes = {**self.geometry.attributes(self.tp), **self._groups()}
         for path, module in self.model.named_modules():
             # torch's fused layers would read the sharded weights
             for name in _FUSED:
@@ -116,6 +120,36 @@ class Sizes:
             for path, rule in self.rules.items()
             if rule.options.get("head_inputs")
         }
+
+    def _inside(self, path: str, misfits: dict[str, dict[str, str]]) -> None:
+        """A module on sharded columns or heads: of its parameters every rank has as many rows."""
+        module = self.model.get_submodule(path)
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            dim = placement_in("colwise", leaf, module, False, None).dim  # type: ignore[attr-defined]
+            size = int(parameter.shape[dim]) if parameter.dim() else 1
+            if size % self.tp:
+                message = f"colwise: tp {self.tp} does not divide the {size} rows of its {leaf}"
+                misfits.setdefault(divisors(size), {})[path] = message
+
+    def _groups(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """torch's norm over groups of channels counts them: each rank has its own."""
+        found = {}
+        for path, rule in self.rules.items():
+            module = self.model.get_submodule(path)
+            if rule.style != "colwise" or not runs_as(module, nn.GroupNorm):
+                continue
+            groups, channels = int(module.num_groups), int(module.num_channels)  # type: ignore[arg-type]
+            if groups % self.tp:
+                message = f"colwise: tp {self.tp} does not divide its {groups} groups"
+                self.complaints.by_rule({path: message}, f"tp may be {divisors(groups)}")
+                continue
+            found[path] = {
+                "num_groups": (groups, groups // self.tp),
+                "num_channels": (channels, channels // self.tp),
+            }
+        return found
 
     def _multihead(self, path: str) -> None:
         module = self.model.get_submodule(path)

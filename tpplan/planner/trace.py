@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from tpplan.compat import FakeTensorMode, quiet, unfused
 from tpplan.planner.compiled import Argument
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Stands for a tensor in a call that was recorded."""
+
+    number: int
 
 
 @dataclass
@@ -22,7 +29,7 @@ class Call:
 
     Tensors are numbered in the order they were first seen; two mentions of one number are one
     tensor object, which a module may have been given under several names. ``parent`` is the index
-    of the enclosing call.
+    of the enclosing call, ``given`` everything it was called with, tensors as ``Numbered``.
     """
 
     index: int
@@ -33,6 +40,7 @@ class Call:
     output_is_tuple: bool = False
     first_op: int = 0
     last_op: int = 0
+    given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
 
 @dataclass(frozen=True)
@@ -184,6 +192,9 @@ def _hooks(
             parent=recorder.stack[-1] if recorder.stack else None,
             arguments=arguments,
             first_op=len(trace.ops),
+            given=tree_map_only(
+                torch.Tensor, lambda t: Numbered(recorder.number(t)), (args, kwargs)
+            ),
         )
         trace.calls.append(call)
         recorder.stack.append(call.index)

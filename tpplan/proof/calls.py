@@ -12,7 +12,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def random_ids(model: nn.Module, call: Call, generator: torch.Generator) -> Call:
-    """``call`` with random numbers, and ids that the model knows, for the zeros that stand in it."""
+    """``call`` with random numbers, and ids that the model knows, for its zeros."""
     tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
     vocab = getattr(getattr(model, "config", None), "vocab_size", None) or next(tables, 2)
 
@@ -57,7 +57,7 @@ def other_lengths(length: int, tp: int) -> list[int]:
 
 
 def loud(call: Call, factor: float) -> Call:
-    """``call`` with its floating tensors times ``factor``; masks, which are not finite, as they are."""
+    """``call`` with its floating tensors times ``factor``; not masks, which are not finite."""
 
     def louder(t: torch.Tensor) -> torch.Tensor:
         return t * factor if t.is_floating_point() and bool(t.isfinite().all()) else t

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tpplan.compat import FakeTensorMode, fake_world, quiet
 from tpplan.language import Diagnostic, PlanError
 from tpplan.planner import CompiledPlan
+from tpplan.planner.caches import no_fakes_kept
 from tpplan.planner.shadow import shadow_of
 from tpplan.planner.trace import fake_inputs
 from tpplan.report.optimizers import take_step
@@ -75,6 +76,7 @@ def execute(
     shadow = shadow_of(model, mode)
     args, kwargs = fake_inputs(mode, call, keep_ids=True)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_fakes_kept())
         mesh = stack.enter_context(fake_world(compiled.tp)) if compiled.tp > 1 else None
         stack.enter_context(mode)
         apply(shadow, compiled, mesh, src_data_rank=None)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.compat import FakeTensorMode, quiet
 from tpplan.language import Diagnostic, PlanError
 from tpplan.planner import CompiledPlan
+from tpplan.planner.caches import no_fakes_kept
 from tpplan.planner.match import fold
 from tpplan.planner.shadow import call_for, shadow_of
 from tpplan.planner.trace import fake_inputs
@@ -27,7 +28,7 @@ def rehearse(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadow = shadow_of(model, mode).eval()
-    with mode, quiet():
+    with no_fakes_kept(), mode, quiet():
         # where the shards will be
         args, kwargs = fake_inputs(mode, call_for(model, inputs), device=mesh.device_type)
         apply(shadow, compiled, mesh, src_data_rank=None)

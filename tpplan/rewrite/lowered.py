@@ -103,7 +103,7 @@ class Lowered(nn.Module):
     def _tpplan_project(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``x`` (..., in) times ``weight`` (out, in): every product by a weight goes through here."""
+        """``x`` (..., in) times ``weight`` (out, in): how every role multiplies."""
         return F.linear(x, weight, bias)
 
     def _tpplan_widen(self, rows: torch.Tensor) -> torch.Tensor:

@@ -330,46 +330,51 @@ class OwnMembers(Lowered, nn.ModuleList):
         return self._own()[index]
 
 
+_FIRST = Argument("input", 0)
+
+
 class Apart(Lowered):
     """A replicated module outside the stack: given the sharded stream, it works on all of it."""
 
-    def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
-        if isinstance(input, DTensor) and state.length is None:
-            sharded = state.stream.is_sharded(input) and input.dim() > state.stream.dim + 1
-            whole = state.stream.whole(input, state.transition) if sharded else None
-            input = input.full_tensor() if whole is None else whole
-        return super().forward(input, *args, **kwargs)
+        argument = state.plan.stream or _FIRST
+        given = _taken(argument, args, kwargs)
+        if isinstance(given, DTensor) and state.length is None:
+            sharded = state.stream.is_sharded(given) and given.dim() > state.stream.dim + 1
+            whole = state.stream.whole(given, state.transition) if sharded else None
+            given = given.full_tensor() if whole is None else whole
+            args, kwargs = _replaced(argument, given, args, kwargs)
+        return super().forward(*args, **kwargs)
 
 
 class SequenceParallel(Lowered):
     """Runs on this rank's rows of the sequence (norms, dropout, position embeddings)."""
 
-    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
         stream = state.stream
         if not stream.sequence_parallel or state.length is not None:
-            return super().forward(input, *args, **kwargs)
+            return super().forward(*args, **kwargs)
         if stream.shared is None:
             with stream.called(state.plan.path):
-                return self._tpplan_rows(input, *args, **kwargs)
-        return self._tpplan_rows(input, *args, **kwargs)
+                return self._tpplan_rows(*args, **kwargs)
+        return self._tpplan_rows(*args, **kwargs)
 
-    def _tpplan_rows(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _tpplan_rows(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
         stream = state.stream
-        if isinstance(input, DTensor):
-            length = input.size(stream.dim)
-            out = super().forward(stream.to_local(input), *args, **kwargs)
-            return stream.to_global(out, length)
-        if input.is_floating_point():
-            local = split(input, stream.dim, state.transition)
-            out = super().forward(local, *args, **kwargs)
-            return join(out, stream.dim, input.size(stream.dim), state.transition)
-        # ids of positions, of shape (sequence,) or (batch, sequence)
-        dim, length = input.dim() - 1, input.size(-1)
-        out = super().forward(split(input, dim, state.transition), *args, **kwargs)
-        if state.inside:
+        argument = state.plan.stream or _FIRST
+        given = _taken(argument, args, kwargs)
+        sharded = isinstance(given, DTensor)
+        floating = sharded or given.is_floating_point()
+        # ids of positions are of shape (sequence,) or (batch, sequence)
+        dim = stream.dim if floating else given.dim() - 1
+        length = given.size(dim)
+        local = stream.to_local(given) if sharded else split(given, dim, state.transition)
+        args, kwargs = _replaced(argument, local, args, kwargs)
+        out = super().forward(*args, **kwargs)
+        if sharded or state.inside:
             return stream.to_global(out, length, dim)
         return join(out, dim, length, state.transition)
 

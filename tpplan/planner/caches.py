@@ -1,0 +1,43 @@
+"""What a model's code keeps of its runs: nothing of a run on fake tensors may stay there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import types
+from collections.abc import Iterator
+
+import torch
+
+from tpplan.compat import is_fake
+
+_Cache = functools._lru_cache_wrapper
+_PASSED = (type, types.ModuleType, types.FunctionType, types.CodeType, str, bytes, int, float)
+_DEPTH = 6
+
+
+@contextlib.contextmanager
+def no_fakes_kept() -> Iterator[None]:
+    """Empty, in the end, the caches (``functools.lru_cache``) that hold fake tensors.
+
+    A model that keeps its masks in one would go on with fakes in the user's own runs.
+    """
+    try:
+        yield
+    finally:
+        for cache in [thing for thing in gc.get_objects() if type(thing) is _Cache]:
+            if _holds_fakes(cache):
+                cache.cache_clear()
+
+
+def _holds_fakes(cache: object) -> bool:
+    met: set[int] = set()
+    found = [cache]
+    for _ in range(_DEPTH):
+        inner = [thing for thing in gc.get_referents(*found) if id(thing) not in met]
+        if any(isinstance(thing, torch.Tensor) and is_fake(thing) for thing in inner):
+            return True
+        met.update(map(id, inner))
+        found = [thing for thing in inner if not isinstance(thing, (*_PASSED, torch.Tensor))]
+    return False

@@ -1,0 +1,117 @@
+"""Which rule governs each parameter, and where it goes."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from tpplan.language import Diagnostic, Position, Rule
+from tpplan.planner.complaints import Complaints
+from tpplan.planner.match import fold
+from tpplan.planner.sizes import Sizes
+from tpplan.planner.styles import placement_in
+
+
+class Placing:
+    """Parameters by their names.
+
+    Attributes:
+        names: all names of each parameter, by its id.
+        lists: lists with a module for each head.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lists: set[str],
+        multihead: set[str],
+        sizes: Sizes,
+        complaints: Complaints,
+    ) -> None:
+        self.model, self.lists, self.multihead = model, lists, multihead
+        self.sizes, self.complaints, self.matches = sizes, complaints, complaints.matches
+        self.styles = {path: rule.style for path, rule in self.matches.modules.items()}
+        self.names = _names(model)
+        places: dict[int, str] = {}
+        self.first_path = {
+            path: places.setdefault(id(module), path)
+            for path, module in model.named_modules(remove_duplicate=False)
+        }
+
+    def check_ties(self) -> None:
+        for names in self.names.values():
+            places = {str(self.placement(name)): name for name in names}
+            if len(places) > 1:
+                first, *others = places.values()
+                message = (
+                    f"is tied to {', '.join(others)}, but the plan places them differently "
+                    f"({', '.join(places)})"
+                )
+                hint = "give both the same style: they are one parameter"
+                self.complaints.about(self.rule_of(first), [first], message, hint)
+
+    def check_contradictions(self) -> None:
+        """A parameter's own rule against that of the module, whose style computes with it."""
+        found: dict[tuple[Position, Position], tuple[str, list[str]]] = {}
+        for name, own in self.matches.parameters.items():
+            owner, leaf = self.owner(name), name.rpartition(".")[2]
+            module, style = self.matches.modules.get(owner), self.style_of(owner)
+            if module is None or style is None or style == "attention":
+                continue
+            if self.placement_by(style, owner, leaf) != self.placement(name):
+                message = f"'{own.style}' contradicts '{style}', the rule of its module"
+                key = own.position, module.position
+                found.setdefault(key, (message, []))[1].append(name)
+        for (own_, module_), (message, names) in found.items():
+            hint, also = "leave one of them out", (("the rule of the module", module_),)
+            self.complaints.wrong.append(Diagnostic(f"{fold(names)}: {message}", own_, hint, also))
+
+    def rule_of(self, parameter: str) -> Rule | None:
+        """The rule that governs a parameter: its own, or its module's."""
+        own = self.matches.parameters.get(parameter)
+        owner = self.owner(parameter)
+        around = owner.rpartition(".")[0] if owner.endswith(".out_proj") else ""
+        rule = self.matches.modules.get(around if around in self.multihead else owner)
+        attention = rule is not None and rule.style == "attention"
+        if own is None and attention and not {around, owner} & self.multihead:
+            return None
+        if own is None and rule is None:
+            heads = self.list_of(parameter)
+            return None if heads is None else self.matches.modules[heads]
+        return own or rule
+
+    def list_of(self, parameter: str) -> str | None:
+        """The list with a module for each head that a parameter is in."""
+        return next((path for path in self.lists if parameter.startswith(f"{path}.")), None)
+
+    def placement(self, parameter: str) -> Placement:
+        """Where a parameter goes, by any of its names."""
+        own = self.matches.parameters.get(parameter)
+        if own is not None:
+            return Replicate() if own.style == "replicate" else Shard(0)
+        owner, leaf = self.owner(parameter), parameter.rpartition(".")[2]
+        style = self.style_of(owner)
+        return Replicate() if style is None else self.placement_by(style, owner, leaf)
+
+    def placement_by(self, style: str, owner: str, leaf: str) -> Placement:
+        """Where a module's style puts one of its parameters."""
+        module, transposed = self.model.get_submodule(owner), owner in self.sizes.transposed
+        return placement_in(style, leaf, module, transposed, self.sizes.layouts.get(owner))
+
+    def style_of(self, path: str) -> str | None:
+        """The style of a module; the output projection of torch's attention is row-parallel."""
+        around, _, leaf = path.rpartition(".")
+        inside = leaf == "out_proj" and around in self.multihead
+        return "rowwise" if inside else self.styles.get(path)
+
+    def owner(self, parameter: str) -> str:
+        """The path of the module that holds a parameter: its first, where it has several."""
+        return self.first_path[parameter.rpartition(".")[0]]
+
+
+def _names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    names: dict[int, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)] = (*names.get(id(parameter), ()), name)
+    return names
