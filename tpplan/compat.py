@@ -44,6 +44,7 @@ __all__ = [
     "has_data",
     "in_backward",
     "is_composite",
+    "is_traced",
     "is_view",
     "kept_by_fsdp",
     "local_of",
@@ -165,6 +166,11 @@ def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
 def fakes_are_made() -> bool:
     """Whether ops make fake tensors now: nothing is computed, and nothing sent."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+
+
+def is_traced() -> bool:
+    """Whether torch.compile traces now; what ops write in place, it makes functions of."""
+    return torch._guards.TracingContext.try_get() is not None
 
 
 def without_fakes() -> contextlib.AbstractContextManager[object]:
