@@ -305,15 +305,17 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _converted(func: Any, x: Any, *options: Any) -> torch.Tensor:
-    """The ops of ``comm.traced``."""
+    """The ops of ``comm.traced``.
+
+    Each copies, also where it need not: graphs that differ by more than a padding would have
+    common collectives merged on some of the ranks only.
+    """
     if func is torch.ops.tpplan.rows_of.default:
-        rows = rows_in(x, *options, x._tpplan_source)
-        return rows.clone() if rows is local_of(x) else rows
+        return rows_in(x, *options, x._tpplan_source).clone()
     like, dim, length = options
     source = like._tpplan_source
-    rows = source.unpadded(x, length, dim)
-    made = wrapped(rows.clone() if rows is x else rows, source, source.spec(x, length, dim))
-    return made
+    rows = source.unpadded(x, length, dim).clone()
+    return wrapped(rows, source, source.spec(x, length, dim))
 
 
 class _Op:
