@@ -51,6 +51,7 @@ __all__ = [
     "is_composite",
     "is_fake",
     "is_held_elsewhere",
+    "is_traced",
     "is_view",
     "kept_by_fsdp",
     "local_of",
@@ -265,6 +266,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses import fake_tensor
 
     return fake_tensor.is_fake(tensor)
+
+
+def is_traced() -> bool:
+    """Whether torch.compile traces now; what ops write in place, it makes functions of."""
+    return torch._guards.TracingContext.try_get() is not None
 
 
 def without_fakes() -> contextlib.AbstractContextManager[object]:

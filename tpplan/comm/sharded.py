@@ -11,6 +11,7 @@ op and by global shapes alone, the same on all ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -108,7 +109,6 @@ class Source:
 class Sharded(DTensor):
     """A DTensor sharded along one dimension, for code that was written for whole tensors."""
 
-    _tpplan_source: Source
     _tpplan_whole: Whole | None = None
     _tpplan_writes: list[int] | None = None
 
@@ -117,6 +117,14 @@ class Sharded(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return computed(func, args, kwargs or {})
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
+        return compat.unflattened(Sharded, inner, context, size, stride)
+
+    @functools.cached_property
+    def _tpplan_source(self) -> Source:
+        return source_on(self.device_mesh)  # of one that torch.compile put together
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank; differentiable."""
@@ -203,6 +211,14 @@ class Whole:
         self._seen = self._version()
 
 
+@functools.cache
+def source_on(mesh: DeviceMesh) -> Source:
+    """Of tensors that do not know theirs."""
+    group = Group.of(mesh)
+    site = Site("", "a sharded tensor, gathered")
+    return Source(mesh, group, site, Randomness(group.rank, mesh.device_type))
+
+
 def dim_of(x: DTensor) -> int:
     """The dimension along which ``x`` is sharded."""
     placement = x.placements[0]
@@ -278,12 +294,28 @@ class _WholeOf(torch.autograd.Function):
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """An op of which an argument is ``Sharded`` or a ``Window``."""
+    if func.namespace == "tpplan":
+        return _converted(func, *args)
     if compat.is_composite(func):  # in inference mode, where autograd does not take it apart
         return func.decompose(*args, **kwargs)
     op = _Op(func, args, kwargs)
     if op.sharded and (done := op.on_rows()) is not None:
         return done[0]
     return op.on_whole()
+
+
+def _converted(func: Any, x: Any, *options: Any) -> torch.Tensor:
+    """The ops of ``comm.traced``.
+
+    Each copies, also where it need not: graphs that differ by more than a padding would have
+    common collectives merged on some of the ranks only.
+    """
+    if func is torch.ops.tpplan.rows_of.default:
+        return rows_in(x, *options, x._tpplan_source).clone()
+    like, dim, length = options
+    source = like._tpplan_source
+    rows = source.unpadded(x, length, dim).clone()
+    return wrapped(rows, source, source.spec(x, length, dim))
 
 
 class _Op:
@@ -401,7 +433,8 @@ class _Op:
         for t in self.written:
             self._write_back(t, copies.get(id(t)))
         back = {id(copies[id(t)]): t for t in self.written if id(t) in copies}
-        viewed = self._viewed(wholes) if compat.is_view(self.func) and not self.written else None
+        view = compat.is_view(self.func) and not self.written and not compat.is_traced()
+        viewed = self._viewed(wholes) if view else None
 
         def answer(t: Any) -> Any:
             if not isinstance(t, torch.Tensor):

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tpplan import compat
+from tpplan.comm import traced
 from tpplan.comm.collectives import Group, Site, chunk, pad
 from tpplan.comm.conjugates import Transition, join, split
 from tpplan.comm.randomness import Randomness
@@ -75,7 +76,7 @@ class Stream:
         parts: of the element that runs, None where its layers are reduced one by one.
         whole_results: whether the user is given full tensors only, no sharded logits.
         randomness: the random sequences of this rank.
-        source: of the stream in its global form.
+        source: of the stream in its global form; anchor: a tensor that has it.
     """
 
     _queue: int | None = None
@@ -96,6 +97,7 @@ class Stream:
         self.randomness = Randomness(self.group.rank, mesh.device_type)
         site = Site("", "the stream, gathered")
         self.source = Source(mesh, self.group, site, self.randomness)
+        self.anchor = traced.anchor(self.source)
         self._start()
 
     def _start(self) -> None:
@@ -198,6 +200,8 @@ class Stream:
         if not self.is_sharded(x):
             x = x.redistribute(placements=[Shard(self.dim)])
         rows = chunk(x.size(self.dim), self.group.size)
+        if torch.compiler.is_compiling():
+            return traced.rows_of(x, self.dim, rows)
         if not isinstance(x, Sharded):
             return pad(x.to_local(), self.dim, rows)
         return rows_of(x, rows)
@@ -206,15 +210,7 @@ class Stream:
         """The DTensor of global ``length`` along ``dim`` whose padded chunk is ``local``."""
         dim = self.dim if dim is None else dim
         if torch.compiler.is_compiling():
-            spec = self.source.spec(local, length, dim)
-            return DTensor.from_local(
-                self.source.unpadded(local, length, dim),
-                self.mesh,
-                [Shard(dim)],
-                run_check=False,
-                shape=spec.tensor_meta.shape,  # type: ignore[union-attr]
-                stride=spec.tensor_meta.stride,  # type: ignore[union-attr]
-            )
+            return traced.whole_of(local, self.anchor, length, dim)
         x = whole_of(local, self.source, length, dim)
         if dim == self.dim and local.size(dim) * self.group.size == length:
             # the next element of the stack takes the chunk from here and skips both conversions;
