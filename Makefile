@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test thorough zoo check aot bench resolve clean
+.PHONY: demo test thorough zoo random faults check aot bench resolve clean
 
 demo: $(READY)
 	$(BIN)/tpplan dry-run llama.yaml --model benchmarks/configs/llama-3.1-8b.json --tp 8 --batch 1 --seq 8192
@@ -28,6 +28,14 @@ thorough: $(READY)
 # a dry run predicts
 zoo: $(READY)
 	TPPLAN_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/test_zoo.py tests/report/test_prediction.py
+
+# random models and plans: right or refused, never anything else
+random: $(READY)
+	$(BIN)/python -m benchmarks.random_models --models 2000 --edits 10000 --jobs $(WORKERS)
+
+# faults planted in the package, one at a time: each must be caught
+faults: $(READY)
+	$(BIN)/python -m benchmarks.faults --jobs $(WORKERS)
 
 check: $(READY)
 	$(BIN)/ruff check .

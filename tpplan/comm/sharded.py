@@ -311,7 +311,8 @@ def _converted(func: Any, x: Any, *options: Any) -> torch.Tensor:
     common collectives merged on some of the ranks only.
     """
     if func is torch.ops.tpplan.rows_of.default:
-        return rows_in(x, *options, x._tpplan_source).clone()
+        dim, count = options
+        return rows_in(x, dim, count, x._tpplan_source).clone()
     like, dim, length = options
     source = like._tpplan_source
     rows = source.unpadded(x, length, dim).clone()

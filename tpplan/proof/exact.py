@@ -26,7 +26,6 @@ _CASTS = {
     torch.Tensor.float: torch.Tensor.double,
     torch.Tensor.half: torch.Tensor.double,
     torch.Tensor.bfloat16: torch.Tensor.double,
-    torch.Tensor.cfloat: torch.Tensor.cdouble,
 }
 _DROPOUTS = frozenset(
     {

@@ -216,7 +216,8 @@ def _factor(
         return
 
     def drawn(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator, dtype=torch.float64) / rows**0.5
+        drawn = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+        return drawn.div_(rows**0.5)
 
     size = weight.shape[dim]
     if isinstance(module, nn.Embedding):
@@ -285,8 +286,8 @@ class _Product(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self._parameters["weight"]
         assert weight is not None
-        weight = weight.t() if self._tpplan_project.transposed else weight
-        return self._tpplan_project(input, weight, self._parameters.get("bias"))
+        oriented = weight.t() if self._tpplan_project.transposed else weight
+        return self._tpplan_project(input, oriented, self._parameters.get("bias"))
 
 
 class _Table(nn.Embedding):

@@ -1,0 +1,248 @@
+"""The faults: each puts something else in the place of one thing of tpplan's."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.faults import changes as to
+from benchmarks.faults.changes import Made
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        name: what is wrong with it; where: a module of tpplan, and the path of a name in it.
+        made: what is planted, of what is there.
+        trial: the fixed model that shows it best, tried first.
+    """
+
+    name: str
+    where: str
+    made: Made
+    trial: str = ""
+
+    @property
+    def room(self) -> str:
+        """The part of tpplan it is in."""
+        return self.where.partition(":")[0].partition(".")[0]
+
+    def place(self) -> tuple[Any, str, Any]:
+        """The object that has it, the name it has there, and what is there.
+
+        Raises:
+            AttributeError, ImportError: tpplan has no such thing any more; the fault needs another
+                place.
+        """
+        module, _, path = self.where.partition(":")
+        *outer, name = path.split(".")
+        owner: Any = importlib.import_module(f"tpplan.{module}")
+        for part in outer:
+            owner = getattr(owner, part)
+        return owner, name, vars(owner)[name] if name in vars(owner) else getattr(owner, name)
+
+    def plant(self) -> None:
+        """Put it there, for as long as this process lives."""
+        owner, name, there = self.place()
+        if isinstance(there, staticmethod):
+            setattr(owner, name, staticmethod(self.made(there.__func__)))
+        else:
+            setattr(owner, name, self.made(there))
+
+
+FAULTS = (
+    # comm: the conjugate operators
+    Fault(
+        "f: the gradient is not summed", "comm.conjugates:_CopyIn.backward", to.own_gradient_of_copy
+    ),
+    Fault("f*: partial sums are not summed", "comm.conjugates:_ReduceOut.forward", to.reduce_out),
+    Fault(
+        "f*: the gradient is summed again", "comm.conjugates:_ReduceOut.backward", to.reduced_again
+    ),
+    Fault(
+        "g: the ranks' chunks change places",
+        "comm.conjugates:all_gather",
+        to.chunks_swapped,
+        "gpt sp",
+    ),
+    Fault(
+        "g: gathers along another dimension",
+        "comm.conjugates:all_gather",
+        to.along_the_batch,
+        "gpt sp",
+    ),
+    Fault(
+        "g: the gradient of this rank alone",
+        "comm.conjugates:_GatherIn.backward",
+        to.own_gradient,
+        "gpt sp",
+    ),
+    Fault("g: padding rows are kept", "comm.conjugates:all_gather", to.padding_kept, "gpt sp"),
+    Fault("g*: another rank's rows", "comm.conjugates:reduce_scatter", to.other_rows, "gpt sp"),
+    Fault("g*: rows are not summed", "comm.conjugates:reduce_scatter", to.unsummed_rows, "gpt sp"),
+    Fault(
+        "g*: the bias once for each rank",
+        "comm.conjugates:reduce_scatter",
+        to.bias_of_each_rank,
+        "gpt sp",
+    ),
+    Fault(
+        "split: the gradients of other rows are lost",
+        "comm.conjugates:_Split.backward",
+        to.rows_lost,
+        "bare sp",
+    ),
+    Fault(
+        "split: every rank takes the first one's rows",
+        "comm.conjugates:local_slice",
+        to.of_first_rank,
+        "bare sp",
+    ),
+    Fault(
+        "join: gradients times the ranks, no 1/N",
+        "comm.conjugates:_Join.backward",
+        to.times_ranks,
+        "bare sp",
+    ),
+    Fault("rows of a rank are rounded down", "comm.collectives:chunk", to.rounded_down, "gpt sp"),
+    # comm: gradients of parameters
+    Fault(
+        "gradients of whole parameters are not summed",
+        "comm.gradients:coalesced_sum",
+        to.unsummed_list,
+        "gpt sp",
+    ),
+    Fault("they are averaged, not summed", "comm.gradients:coalesced_sum", to.averaged, "gpt sp"),
+    Fault(
+        "the sums of two parameters change places",
+        "comm.gradients:coalesced_sum",
+        to.sums_swapped,
+        "gpt sp",
+    ),
+    Fault(
+        "those of shared heads are not summed",
+        "comm.gradients:_with_sum",
+        to.shared_apart,
+        "shared heads",
+    ),
+    Fault("local weights are stale after a step", "comm.gradients:_Localize.forward", to.copied),
+    # comm: layouts, loss, stream, randomness
+    Fault("rows of another rank are cut out", "layout:Rows.take", to.next_rank, "packed"),
+    Fault("rows are put together in another order", "layout:Rows.put", to.put_reversed, "packed"),
+    Fault("KV head by rank modulo heads", "layout:_units", to.rank_modulo, "shared heads"),
+    Fault(
+        "the largest logit of each rank alone",
+        "comm.cross_entropy:all_reduce",
+        to.own_largest,
+        "loss",
+    ),
+    Fault(
+        "the sum of exponentials of each rank alone",
+        "comm.cross_entropy:all_reduce",
+        to.unsummed_where("exponentials"),
+        "loss",
+    ),
+    Fault(
+        "the target's logit of its rank alone",
+        "comm.cross_entropy:all_reduce",
+        to.unsummed_where("target"),
+        "loss",
+    ),
+    Fault(
+        "a chunk that was changed in place is taken",
+        "comm.stream:chunk_of",
+        to.kept_chunk,
+        "in place sp",
+    ),
+    Fault(
+        "padding goes out with the last rows", "comm.stream:Stream._unpadded", to.uncut, "gpt sp"
+    ),
+    Fault(
+        "the same dropout masks on all ranks", "comm.randomness:mixed", to.of_first_number, "masks"
+    ),
+    Fault(
+        "other masks for what is whole", "comm.randomness:Randomness.shared", to.own_masks, "masks"
+    ),
+    Fault(
+        "other batches are not noticed", "comm.agreement:_fingerprint", to.no_fingerprint, "batches"
+    ),
+    # rewrite
+    Fault("a row-parallel bias on every rank", "rewrite.linear:reduced", to.bias_before_sum),
+    Fault(
+        "one of the outputs reduced together is lost",
+        "rewrite.linear:RowwiseTogether.forward",
+        to.one_forgotten,
+        "together",
+    ),
+    Fault("the vocabulary is off by one", "rewrite.vocab:chunk", to.one_more),
+    Fault("ids of other ranks are not masked", "rewrite.vocab:reference", to.unmasked),
+    Fault("ranks' logits change places", "rewrite.logits:join", to.chunks_swapped),
+    Fault("classes are off by one", "rewrite.logits:Vocabulary", to.class_before, "loss"),
+    Fault(
+        "a mean over ignored tokens too", "rewrite.logits:cross_entropy", to.ignored_counted, "loss"
+    ),
+    Fault("squares of each rank's width alone", "rewrite.norm:reduce_out", to.unsummed, "together"),
+    Fault("gradient of the squares is not summed", "rewrite.norm:copy_in", to.unsummed, "together"),
+    Fault(
+        "biases of the first rank's heads", "rewrite.streams:own_heads", to.first_heads, "packed"
+    ),
+    Fault("sizes in the code are left whole", "rewrite.styles:assign", to.nothing(), "packed"),
+    Fault(
+        "positions of the first rank's rows", "rewrite.streams:split", to.of_first_rank, "gpt sp"
+    ),
+    Fault(
+        "keys for values",
+        "rewrite.attention:MultiheadAttention._projected",
+        to.keys_for_values,
+        "torch's attention",
+    ),
+    Fault("what enters a region has no gradient sum", "rewrite.entry:copy_in", to.unsummed),
+    Fault("no parameter is known to be summed", "rewrite.styles:Own", to.none_summed, "gpt sp"),
+    # planner
+    Fault("packed layers are cut as one", "planner.geometry:Geometry.rows", to.nothing(), "packed"),
+    Fault("regions are not proved", "planner.compile:prove", to.nothing(), "mixed columns"),
+    Fault(
+        "positions may mix", "planner.flow:_Walk.note_positions", to.nothing(), "mixed positions"
+    ),
+    Fault(
+        "what no rule mentions passes",
+        "planner.checks:check_unmentioned",
+        to.nothing(),
+        "unmentioned",
+    ),
+    Fault(
+        "ties are not looked at", "planner.compile:_Compiler.check_ties", to.nothing(), "tied apart"
+    ),
+    Fault(
+        "all outputs are reduced together", "planner.together:_only_added", to.nothing(True), "gpt"
+    ),
+    # kernels, by what they do without a GPU
+    Fault(
+        "a norm's gradient is doubled",
+        "kernels.norm:_reference_backward",
+        to.doubled_first,
+        "kernels",
+    ),
+    Fault(
+        "the gradients of gate and up change places",
+        "kernels.gated:_gradients",
+        to.gate_and_up,
+        "kernels",
+    ),
+    Fault(
+        "the target is left out of the gradient",
+        "kernels.cross_entropy:add_rest",
+        to.no_rest,
+        "loss",
+    ),
+    Fault(
+        "rows are packed for the next rank",
+        "kernels.transition:reference_pack",
+        to.next_pack,
+        "kernels sp",
+    ),
+)
+"""All faults."""

@@ -1,0 +1,199 @@
+"""The fixed models and what is looked at of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import tpplan
+from benchmarks.random_models.judge import (
+    EXAMPLE,
+    RIGHT,
+    Verdict,
+    built,
+    inputs,
+    judge,
+    plan_of,
+)
+from benchmarks.random_models.model import Case, case_of
+from benchmarks.random_models.recipe import Recipe, settled
+
+Check = Callable[[DeviceMesh, Case, bool], Verdict]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model, the ranks and the mode it runs in, how it is looked at, and what must be seen."""
+
+    case: Case
+    tp: int
+    sequence_parallel: bool
+    check: Check = judge
+    expected: str = "right"
+
+
+def masks(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
+    """Whether dropout masks are independent where each rank has a part, and agree elsewhere."""
+    model, space = built(case)
+    tpplan.parallelize(model, plan_of(case), mesh, sequence_parallel)
+    zeros: dict[str, torch.Tensor] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, given: Any, out: torch.Tensor) -> None:
+            local = out.to_local() if isinstance(out, torch.distributed.tensor.DTensor) else out
+            zeros.setdefault(name, local.detach() == 0)
+
+        return hook
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+            module.register_forward_hook(note(name))
+    torch.manual_seed(3)
+    model.train()(**inputs(case, space, *EXAMPLE, False))
+    for name, mine in zeros.items():
+        every: list[Any] = [None] * mesh.size()
+        dist.all_gather_object(every, mine, mesh.get_group())
+        agree = all(torch.equal(mine, other) for other in every)
+        whole = not sequence_parallel and not name.endswith(("drop_inner", "drop_weights"))
+        if agree is not whole:
+            return Verdict("wrong", f"the masks of {name} {'agree' if agree else 'do not agree'}")
+    return Verdict(RIGHT)
+
+
+def batches(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
+    """Whether ranks that are fed different batches are told so."""
+    model, _ = built(case)
+    tpplan.parallelize(model, plan_of(case), mesh, sequence_parallel)
+    try:
+        model(ids=torch.full((2, 8), mesh.get_local_rank()))
+    except ValueError:
+        return Verdict(RIGHT)
+    return Verdict("wrong", "ranks with different batches went on")
+
+
+def float32(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
+    """As ``judge``, in the precision that fused kernels take."""
+    return judge(mesh, case, sequence_parallel, double=False)
+
+
+_IN_PLACE = """import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+            x.mul_(0.5)
+        return x
+
+
+def make():
+    return Model()
+
+
+def call(batch, length, generator):
+    return {"ids": torch.randint(0, 32, (batch, length), generator=generator)}
+"""
+_IN_PLACE_PLAN = """tpplan: 1
+rules:
+  embed: vocab
+  layers.*.norm: sequence_parallel
+  layers.*.up: colwise
+  layers.*.down: rowwise
+"""
+_TORCHS = (
+    _IN_PLACE.replace(
+        "x + self.down(F.relu(self.up(self.norm(x))))",
+        "x + self.attn(h, h, h, need_weights=False)[0]",
+    )
+    .replace(
+        "self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)",
+        "self.norm, self.attn = nn.LayerNorm(16), nn.MultiheadAttention(16, 4, batch_first=True)",
+    )
+    .replace(
+        "        return x + self.attn", "        h = self.norm(x)\n        return x + self.attn"
+    )
+)
+_TORCHS_PLAN = """tpplan: 1
+rules:
+  embed: vocab
+  layers.*.norm: sequence_parallel
+  layers.*.attn: attention
+"""
+_GPT = Recipe(
+    positions="learned", vocabulary=37, final_norm=True, mlp_bias=True, qkv_bias=True,
+    out_bias=True, kv="half", rotary="inside", mlp="gated",
+)  # fmt: skip
+_PACKED = Recipe(packing="qkv", bias="alibi", core="masked sdpa", merge="width", qkv_bias=True)
+_TOGETHER = Recipe(order="parallel", qk_norm="width", out_bias=True)
+_FUSED = Recipe(norm="own RMS", mlp="gated", activation="silu", mlp_bias=False, kv="half")
+
+
+def _of(r: Recipe) -> Case:
+    return case_of(settled(r))
+
+
+def _edited(r: Recipe, old: str, new: str) -> Case:
+    case = _of(r)
+    assert old in case.plan
+    return replace(case, plan=case.plan.replace(old, new), right=False)
+
+
+def _fused(case: Case) -> Case:
+    return replace(case, plan=case.plan + "kernels: triton\n")
+
+
+TRIALS: Mapping[str, Trial] = {
+    "gpt": Trial(_of(_GPT), 2, False),
+    "gpt sp": Trial(_of(_GPT), 2, True),
+    "packed": Trial(_of(_PACKED), 2, True),
+    "shared heads": Trial(_of(replace(_GPT, kv="one", head="tied")), 4, True),
+    "loss": Trial(_of(replace(_GPT, output="loss")), 2, False),
+    "together": Trial(_of(_TOGETHER), 4, False),
+    "bare sp": Trial(_of(Recipe(entry="bare", final_norm=False)), 2, True),
+    "in place sp": Trial(Case(_IN_PLACE, _IN_PLACE_PLAN), 2, True),
+    "torch's attention": Trial(Case(_TORCHS, _TORCHS_PLAN), 2, False),
+    "masks": Trial(_of(Recipe(dropout=True, core="where")), 2, False, masks),
+    "masks sp": Trial(_of(Recipe(dropout=True, core="where")), 2, True, masks),
+    "batches": Trial(_of(Recipe()), 2, False, batches),
+    "kernels": Trial(_fused(_of(_FUSED)), 2, False, float32),
+    "kernels sp": Trial(_fused(_of(_FUSED)), 2, True, float32),
+    "mixed columns": Trial(
+        _of(Recipe(habit="softmax over columns")), 2, False, expected="refused"
+    ),
+    "mixed positions": Trial(
+        _of(Recipe(habit="positions shifted")), 2, True, expected="refused"
+    ),
+    "unmentioned": Trial(
+        _edited(Recipe(), "  embed_tokens: vocab\n", ""), 2, False, expected="refused"
+    ),
+    "tied apart": Trial(
+        _edited(Recipe(head="tied"), "lm_head: vocab", "lm_head: replicate"),
+        2, False, expected="refused",
+    ),
+}  # fmt: skip
+"""All trials, by name."""

@@ -1,0 +1,264 @@
+"""What becomes of a case on a rank: refused, right, or one of the things that must not be."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import re
+import traceback
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+import tpplan
+from benchmarks.random_models.model import Case
+from tpplan.language import Plan, parse
+
+TOLERANCE, SINGLE = 1e-8, 1e-4
+"""Of errors in float64, and in float32."""
+EXAMPLE = (2, 8)
+RUNS = ((2, 8, True), (3, 7, False), (1, 13, True))
+"""Batch, length, and whether the model trains."""
+RIGHT, REFUSED = "right", "refused"
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a case.
+
+    Attributes:
+        kind: right, refused, wrong, crash (while compiling), fails (while running), hang, harness.
+        reason: in a line; detail: all there is to say.
+        positioned: of a refusal, whether it says where in the plan.
+    """
+
+    kind: str
+    reason: str = ""
+    detail: str = ""
+    positioned: bool = True
+
+
+def built(case: Case) -> tuple[nn.Module, dict[str, Any]]:
+    """The case's model and the names its source defines; always the same numbers."""
+    name = f"<model {next(_numbers)}>"
+    lines = case.source.splitlines(keepends=True)
+    linecache.cache[name] = (len(case.source), None, lines, name)
+    space: dict[str, Any] = {"__name__": "random_model"}
+    exec(compile(case.source, name, "exec"), space)
+    torch.manual_seed(0)
+    model: nn.Module = space["make"]()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():  # unit norms and zero biases hide mistakes
+            if p.numel() and bool((p == p.flatten()[0]).all()):
+                p.add_(0.3 * torch.randn(p.shape, generator=generator))
+    return model if case.late_double else model.double(), space
+
+
+def inputs(case: Case, space: Mapping[str, Any], batch: int, length: int, double: bool) -> Any:
+    """A call's arguments, by keyword."""
+    given = space["call"](batch, length, torch.Generator().manual_seed(length))
+    wide = torch.float64 if double else torch.float32
+    return {
+        name: t.to(wide) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+        for name, t in given.items()
+    }
+
+
+def plan_of(case: Case) -> Plan:
+    """The plan as it is read."""
+    return parse(case.plan, "plan", path="plan.yaml")
+
+
+def refusal(mesh: DeviceMesh, case: Case, tp: int, sequence_parallel: bool) -> Verdict | None:
+    """The refusal (or crash) of a case, without ranks; None where the plan is accepted."""
+    model, space = built(case)
+    example = inputs(case, space, *EXAMPLE, not case.late_double)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            tpplan.check(model, plan_of(case), tp, sequence_parallel, inputs=example)
+        except tpplan.PlanError as error:
+            return _untouched(case, model, example) or _refused(error)
+        except Exception:
+            return _raised("crash")
+    return None
+
+
+def judge(mesh: DeviceMesh, case: Case, sequence_parallel: bool, double: bool = True) -> Verdict:
+    """The verdict of this rank; every rank of the mesh must be asked.
+
+    Args:
+        double: whether to compare in float64.
+    """
+    model, space = built(case)
+    reference, known = built(case)
+    example = inputs(case, space, *EXAMPLE, not case.late_double)
+    warnings.simplefilter("ignore")
+    before = torch.get_rng_state()
+    try:
+        tpplan.parallelize(model, plan_of(case), mesh, sequence_parallel, inputs=example)
+    except tpplan.PlanError as error:
+        return _refused(error)
+    except Exception:
+        return _raised("crash")
+    tolerance = TOLERANCE if double else SINGLE
+    drawn = not torch.equal(before, torch.get_rng_state())
+    for module in (model, reference):
+        if double:
+            module.double()
+        for inner in module.modules():
+            if isinstance(inner, nn.Dropout):
+                inner.p = 0.0
+    space["DROPPING"] = known["DROPPING"] = False
+    for number, (batch, length, training) in enumerate(RUNS):
+        given = inputs(case, space, batch, length, double)
+        theirs = _run(reference.train(training), given, number)
+        if not all(bool(t.isfinite().all()) for t in theirs.values() if t is not None):
+            return Verdict("harness", "the model's own numbers are not finite")
+        try:
+            ours = _run(model.train(training), given, number)
+        except Exception:
+            return _raised("fails")
+        wrong = differences(theirs, ours, tolerance)
+        if wrong:
+            said = "; ".join(f"{name}: {what}" for name, what in wrong.items())
+            where = f"{'training' if training else 'evaluation'}, {batch} x {length}"
+            return Verdict("wrong", f"{len(wrong)} differ ({where})", f"{where}: {said}"[:2000])
+        for module in (model, reference):
+            _train(module)
+    if drawn:
+        return Verdict("wrong", "parallelize draws from the global generator")
+    return _state(reference, model, tolerance) or Verdict(RIGHT)
+
+
+def _run(model: nn.Module, given: dict[str, Any], seed: int) -> dict[str, torch.Tensor | None]:
+    """Outputs and gradients by name; of a random objective of all outputs."""
+    model.zero_grad()
+    fed = {
+        name: t.clone().requires_grad_()
+        if isinstance(t, torch.Tensor) and t.is_floating_point()
+        else t
+        for name, t in given.items()
+    }
+    out = model(**fed)
+    leaves = tree_leaves(vars(out) if is_dataclass(out) else out)
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+    found: dict[str, torch.Tensor | None] = {}
+    generator = torch.Generator().manual_seed(seed)
+    objective = torch.zeros((), dtype=torch.float64)
+    for i, t in enumerate(tensors):
+        found[f"output {i}"] = _whole(t.detach())
+        if t.requires_grad:
+            weight = torch.randn(t.shape, generator=generator, dtype=torch.float64)
+            objective = objective + (_whole(t) * weight).sum()
+    if objective.requires_grad:
+        objective.backward()  # type: ignore[no-untyped-call]
+    for name, p in model.named_parameters():
+        found[f"gradient of {name}"] = None if p.grad is None else _whole(p.grad)
+    for name, t in fed.items():
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            found[f"gradient of the input {name}"] = t.grad
+    return found
+
+
+def _train(model: nn.Module) -> None:
+    """A step of gradient descent: the next run is one of other weights."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.sub_(1e-3 * p.grad)
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def differences(
+    theirs: Mapping[str, torch.Tensor | None],
+    ours: Mapping[str, torch.Tensor | None],
+    tolerance: float = TOLERANCE,
+) -> dict[str, str]:
+    """What is not the same in two runs, and by how much.
+
+    A gradient's error is measured by its largest value, or by a thousandth of the largest of all:
+    some true gradients are zero.
+    """
+    gradients = [t for name, t in theirs.items() if name.startswith("grad") and t is not None]
+    largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
+    found = {}
+    for name in dict.fromkeys((*theirs, *ours)):
+        a, b = theirs.get(name), ours.get(name)
+        if a is None or b is None:
+            if a is not b and float((a if b is None else b).abs().max()) > tolerance:  # type: ignore[union-attr]
+                found[name] = "missing" if b is None else "there is none"
+        elif a.shape != b.shape:
+            found[name] = f"{tuple(b.shape)} for {tuple(a.shape)}"
+        elif a.numel():
+            floor = 1e-3 * largest if name.startswith("grad") else 0.0
+            scale = max(float(a.abs().max()), floor, 1e-30)
+            error = float((a.double() - b.double()).abs().max()) / scale
+            if not error <= tolerance:
+                found[name] = f"{error:.2g}"
+    return found
+
+
+def _state(reference: nn.Module, model: nn.Module, tolerance: float) -> Verdict | None:
+    """Whether names and values of all parameters and buffers are still the model's."""
+    theirs, ours = dict(reference.state_dict()), dict(model.state_dict())
+    if list(theirs) != list(ours):
+        return Verdict("wrong", "state_dict() has other names", f"{list(theirs)} {list(ours)}")
+    off = differences(theirs, {name: _whole(t) for name, t in ours.items()}, tolerance)
+    return Verdict("wrong", "state_dict() has other values", str(off)) if off else None
+
+
+def _untouched(case: Case, model: nn.Module, given: dict[str, Any]) -> Verdict | None:
+    """What a refused plan must have left as it was."""
+    reference, _ = built(case)
+    with torch.no_grad():
+        theirs, ours = (
+            [
+                t
+                for t in tree_leaves(vars(o) if is_dataclass(o) else o)
+                if isinstance(t, torch.Tensor)
+            ]
+            for o in (m.eval()(**given) for m in (reference, model))
+        )
+    same = all(type(a) is type(b) and torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    if same:
+        return None
+    return Verdict("wrong", "a refused plan changed the model", f"{theirs} {ours}"[:2000])
+
+
+def _refused(error: tpplan.PlanError) -> Verdict:
+    positioned = any(d.position is not None for d in error.diagnostics)
+    return Verdict(REFUSED, error.diagnostics[0].message, str(error), positioned)
+
+
+def _raised(kind: str) -> Verdict:
+    text = traceback.format_exc()
+    return Verdict(kind, text.strip().splitlines()[-1][:200], text[-4000:])
+
+
+_CLUTTER = (
+    (re.compile(r"'[^']*'|\"[^\"]*\""), "…"),
+    (re.compile(r"\b[\w*?]+(\.[\w*?{},\[\]]+)+"), "…"),
+    (re.compile(r"-?\d+(\.\d+)?(e-?\d+)?"), "#"),
+    (re.compile(r"\(.*?\)"), "()"),
+)
+
+
+def cause(verdict: Verdict) -> str:
+    """The verdict's reason without what is this model's own, to group by."""
+    text = verdict.reason
+    for pattern, instead in _CLUTTER:
+        text = pattern.sub(instead, text)
+    return re.sub(r"^(…|[\w.]+)(, (…|[\w.]+))*: ", "", text)[:110]
