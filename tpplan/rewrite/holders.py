@@ -47,8 +47,8 @@ def require_whole(model: nn.Module) -> frozenset[int]:
     known.enter(model)
     known.seen.update(id(module._parameters) for module in model.modules())
     tied, others = _outside(names, known.seen)
-    if tied:
-        gc.collect()  # what nobody can reach any more shares nothing
+    if tied or others:
+        gc.collect()  # what nobody can reach any more holds nothing
         tied, others = _outside(names, known.seen)
     if tied:
         raise PlanError(

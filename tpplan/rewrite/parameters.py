@@ -150,7 +150,7 @@ class Own:
         if made is None:
             return False
         now = held.get(self.names[index])
-        return now is not None and made[0] is now and made[1] == version_of(now)
+        return now is not None and made[0] is now and made[1] == _version(now)
 
     def _renewed(self, module: nn.Module, stream: Stream) -> Sequence[torch.Tensor]:
         outdated, held = self._outdated(module), module._parameters
@@ -227,7 +227,7 @@ def make(asked: Iterable[_Asked], stream: Stream, site: Site) -> None:
         parameter = own.placed(index, _held(module, own.names[index]))
         if parameter is None:
             continue
-        if is_installed(parameter) and not compiling:
+        if not compiling and is_installed(parameter):
             installed.append((job, parameter))
         else:
             passing.append((job, parameter))
@@ -239,7 +239,7 @@ def make(asked: Iterable[_Asked], stream: Stream, site: Site) -> None:
         own._sources[index] = source
     for ((module, own, index), _), local in _localized(passing, stream, site, keep=False):
         held = module._parameters.get(own.names[index])
-        own._passing[index] = held, 0 if held is None else version_of(held), local
+        own._passing[index] = held, _version(held), local
 
 
 def _with_company(asked: Iterable[_Asked]) -> Iterable[_Asked]:
@@ -276,6 +276,11 @@ def _held(module: nn.Module, name: str) -> Any:
                 )
             whole[inner] = parameter.full_tensor()
     return torch.func.functional_call(computed, whole, ())
+
+
+def _version(held: Any) -> int:
+    """How often what a module holds was changed in place, where that can be asked."""
+    return 0 if held is None or torch.compiler.is_compiling() else version_of(held)
 
 
 def _localized(
