@@ -114,7 +114,8 @@ def _shared(grads: Sequence[torch.Tensor | None], ctx: Any) -> list[int]:
     number that stands for all of them (sum). Only the gradient of a whole parameter can be that
     of an activation, which anybody may hold.
     """
-    found, seen = [], set[int]()
+    found: list[int] = []
+    seen: set[int] = set()
     for i, (grad, summed, spec) in enumerate(zip(grads, ctx.summed, ctx.specs, strict=True)):
         if grad is None or summed:
             continue
