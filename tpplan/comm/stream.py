@@ -185,9 +185,6 @@ class Stream:
 
     def to_local(self, x: DTensor) -> torch.Tensor:
         """The plain padded chunk of a DTensor stream; one of other placements is redistributed."""
-        kept = chunk_of(x)
-        if kept is not None:
-            return kept
         if not self.is_sharded(x):
             x = x.redistribute(placements=[Shard(self.dim)])
         if torch.compiler.is_compiling():
@@ -207,12 +204,7 @@ class Stream:
                 shape=spec.tensor_meta.shape,  # type: ignore[union-attr]
                 stride=spec.tensor_meta.stride,  # type: ignore[union-attr]
             )
-        x: DTensor = _ToGlobal.apply(local, self, length, dim)  # type: ignore[no-untyped-call]
-        if dim == self.dim and local.size(dim) * self.group.size == length:
-            # the next element of the stack takes the chunk from here and skips both conversions;
-            # a padded one would not see what is written into the local tensor of x
-            x._tpplan_chunk = (local, version_of(x))  # type: ignore[attr-defined]
-        return x
+        return _ToGlobal.apply(local, self, length, dim)  # type: ignore[no-any-return, no-untyped-call]
 
     def whole(self, x: DTensor, transition: Transition) -> torch.Tensor:
         """The full tensor of a DTensor stream, for code that is the same on every rank."""
