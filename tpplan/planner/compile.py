@@ -384,9 +384,6 @@ class _Compiler:
             return True
         if style in ("rowwise", "sequence_parallel") and not self._in_region(name, style):
             return self.sequence_parallel
-        path, leaf = self.owner(name), name.rpartition(".")[2]
-        if path in self.containers() and self.streaming(path, (leaf,)):
-            return False  # by DTensor itself
         on_stream = self.sequence_parallel and name in self.flow.on_stream
         return name in self.flow.in_region or on_stream
 
@@ -423,7 +420,6 @@ class _Compiler:
                 style=None if rule is None else rule.style,
                 rule=rule,
                 parameters=own,
-                streaming=self.streaming(path, own) if path in containers else (),
                 boundaries=self.boundaries.get(path, ()),
                 element=self.elements.get(path),
                 transposed=path in self.sizes.transposed,
@@ -442,11 +438,6 @@ class _Compiler:
             if plan != ModulePlan(path=path, style=None):
                 plans[path] = plan
         return plans
-
-    def streaming(self, path: str, own: tuple[str, ...]) -> tuple[str, ...]:
-        names = {f"{path}.{name}" if path else name: name for name in own}
-        met = self.flow.on_stream - self.flow.elsewhere if self.sequence_parallel else set()
-        return tuple(name for full, name in names.items() if full in met)
 
     def width_norm(self, path: str) -> WidthNorm | None:
         finding = self.probed.get(path)

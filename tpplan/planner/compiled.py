@@ -113,7 +113,6 @@ class ModulePlan:
         style: its rule's style, or None where it has no rule but parameters of its own, or runs
             rewritten modules.
         parameters: names of its own parameters that become DTensors.
-        streaming: those of them that its own code combines with the stream in its global form.
         projection: whether it is column-parallel and multiplies its input by its weight.
         multihead: whether it is torch's own attention, computed anew from the rank's heads.
         transposed: whether its weight is stored (in, out).
@@ -131,7 +130,6 @@ class ModulePlan:
     style: str | None
     rule: Rule | None = None
     parameters: tuple[str, ...] = ()
-    streaming: tuple[str, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     element: Element | None = None
     projection: bool = False

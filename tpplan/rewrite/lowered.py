@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from tpplan.comm import Stream, Transition
 from tpplan.comm.agreement import Schedule
@@ -113,11 +113,7 @@ class LocalParameters(Lowered):
             return super().forward(*args, **kwargs)
         own = self._parameters
         outer = [own[name] for name in names]
-        state = self._tpplan
         for name, local in zip(names, self._locals(), strict=True):
-            if name in state.plan.streaming and state.stream.length is None:
-                mesh = state.stream.mesh
-                local = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
             own[name] = local  # type: ignore[assignment]
         try:
             return super().forward(*args, **kwargs)
