@@ -352,9 +352,6 @@ class _Compiler:
             return True
         if style in ("rowwise", "sequence_parallel") and not self._in_region(name, style):
             return self.sequence_parallel
-        path, leaf = self.placing.owner(name), name.rpartition(".")[2]
-        if path in self.containers() and self.streaming(path, (leaf,)):
-            return False  # by DTensor itself
         on_stream = self.sequence_parallel and name in self.flow.on_stream
         return name in self.flow.in_region or on_stream
 
@@ -391,7 +388,6 @@ class _Compiler:
                 style=None if rule is None else rule.style,
                 rule=rule,
                 parameters=own,
-                streaming=self.streaming(path, own) if path in containers else (),
                 boundaries=self.boundaries.get(path, ()),
                 element=self.elements.get(path),
                 stream=self.stream_of(path),
@@ -417,11 +413,6 @@ class _Compiler:
         if self.styles.get(path) not in ("sequence_parallel", "replicate"):
             return None
         return infer.carrying(self.trace, path)
-
-    def streaming(self, path: str, own: tuple[str, ...]) -> tuple[str, ...]:
-        names = {f"{path}.{name}" if path else name: name for name in own}
-        met = self.flow.on_stream - self.flow.elsewhere if self.sequence_parallel else set()
-        return tuple(name for full, name in names.items() if full in met)
 
     def width_norm(self, path: str) -> WidthNorm | None:
         """An RMSNorm of the very columns that a column-parallel layer makes, shown by numbers."""
