@@ -1,0 +1,157 @@
+"""Small models with one odd habit each, and whether a sharded one can do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH, INNER = 16, 32
+
+
+class MLP(nn.Module):
+    """A residual block; what it does in between is its habit's."""
+
+    def __init__(self, number: int = 0, between: Any = None) -> None:
+        super().__init__()
+        self.number = number
+        self.fc, self.out = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.between = between or (lambda module, y: y.relu())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.out(self.between(self, self.fc(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, make: Callable[[int], nn.Module], layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make(i) for i in range(layers))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad / (grad.norm() + 1e-6)
+
+
+class Penalised(MLP):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.fc(x).relu()
+        return x + self.out(y), y.pow(2).mean()
+
+
+class Summing(Stack):
+    def forward(self, x: torch.Tensor) -> Any:
+        total: Any = 0.0
+        for layer in self.layers:
+            x, part = layer(x)
+            total = total + part
+        return x, total
+
+
+class Placed(MLP):
+    """Adds what stands at each position; under sequence parallelism a rank has its own rows."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.register_buffer("table", torch.randn(64, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x + self.table[: x.size(1)])  # type: ignore[index]
+
+
+class Scaled(MLP):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.out(self.fc(x).relu()) * x.size(1) ** -0.5
+
+
+class Running(MLP):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.fc(x)
+        if self.training:
+            self.mean.mul_(0.5).add_(0.5 * y.detach().abs().mean())  # type: ignore[operator]
+        return x + self.out(y / self.mean)
+
+
+class Labelled(Stack):
+    def forward(self, x: torch.Tensor, goal: torch.Tensor | None = None) -> Any:
+        penalty: Any = 0.0
+        for layer in self.layers:
+            y = layer.fc(x).relu()  # type: ignore[operator, union-attr]
+            penalty = penalty + y.pow(2).mean()
+            x = x + layer.out(y)  # type: ignore[operator]
+        return x if goal is None else (x - goal).pow(2).mean() + penalty
+
+
+class Hooked(MLP):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.out.register_forward_pre_hook(lambda _, args: (F.normalize(args[0], dim=-1),))
+
+
+def stack(between: Any) -> Callable[[], nn.Module]:
+    """Two layers that do ``between`` on their columns."""
+    return lambda: Stack(lambda i: MLP(i, between))
+
+
+def clipped(module: MLP, y: torch.Tensor) -> torch.Tensor:
+    """Only activations that are larger than any of N(0, 1)."""
+    return y * (30.0 / y.norm(dim=-1, keepdim=True)).clamp(max=1.0)
+
+
+def dropped(module: MLP, y: torch.Tensor) -> torch.Tensor:
+    """A dropout of its own."""
+    return y * (torch.rand_like(y) > 0.1) if module.training else y
+
+
+def centred(y: torch.Tensor) -> torch.Tensor:
+    """A gradient that the forward does not show."""
+    mean = y.relu().mean(-1, keepdim=True)
+    return y.relu() + mean - mean.detach()
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
+    "only in training": (stack(lambda m, y: F.normalize(y, dim=-1) if m.training else y), (False,)),
+    "only in evaluation": (stack(lambda m, y: y if m.training else y.softmax(-1)), (True,)),
+    "only at other lengths": (
+        stack(lambda m, y: y.softmax(-1) if y.size(1) > 8 else y.relu()),
+        (False,),
+    ),
+    "only large numbers": (stack(clipped), (True,)),
+    "only a layer in the middle": (
+        lambda: Stack(lambda i: MLP(i, lambda m, y: y.softmax(-1) if m.number == 3 else y), 6),
+        (False,),
+    ),
+    "a gradient normalised": (stack(lambda m, y: Reversed.apply(y.relu())), (True,)),
+    "a gradient the forward hides": (stack(lambda m, y: centred(y)), (False,)),
+    "an auxiliary output": (lambda: Summing(Penalised), (False, True)),
+    "positions in a layer": (lambda: Stack(Placed), (True,)),
+    "the length as a number": (lambda: Stack(Scaled), (True,)),
+    "a running mean of columns": (lambda: Stack(Running), (False,)),
+    "another argument's code": (lambda: Labelled(MLP), (False,)),
+    "a hook": (lambda: Stack(Hooked), (False, True)),
+}
+
+RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
+    "columns": (stack(None), (False, True)),
+    "a dropout of its own": (stack(dropped), (False, True)),
+    "positions without sequence parallelism": (lambda: Stack(Placed), (False,)),
+    "the length without sequence parallelism": (lambda: Stack(Scaled), (False,)),
+    "seven alike": (lambda: Stack(MLP, 7), (False, True)),
+}
