@@ -108,7 +108,7 @@ def others(name: str) -> Sequence[Any]:
 
 def drawn(random: Random) -> Recipe:
     """A random recipe."""
-    chosen = {}
+    chosen: dict[str, Any] = {}
     for f in fields(Recipe):
         choices = f.metadata.get("others", ())
         # the smallest number is the plainest model, for hypothesis to shrink to
@@ -159,7 +159,8 @@ def settled(recipe: Recipe) -> Recipe:
 
 def plain(r: Recipe, *names: str) -> Recipe:
     """The recipe with the plainest value of some fields."""
-    return replace(r, **{n: f.default for f in fields(Recipe) for n in names if f.name == n})
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(Recipe)}
+    return replace(r, **{name: defaults[name] for name in names})
 
 
 def _settled_layers(r: Recipe) -> Recipe:
