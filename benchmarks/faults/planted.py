@@ -158,7 +158,7 @@ FAULTS = (
         "in place sp",
     ),
     Fault(
-        "padding goes out with the last rows", "comm.stream:Stream._unpadded", to.uncut, "gpt sp"
+        "padding goes out with the last rows", "comm.sharded:Source.unpadded", to.uncut, "gpt sp"
     ),
     Fault(
         "the same dropout masks on all ranks", "comm.randomness:mixed", to.of_first_number, "masks"
@@ -203,7 +203,7 @@ FAULTS = (
     Fault("no parameter is known to be summed", "rewrite.styles:Own", to.none_summed, "gpt sp"),
     # planner
     Fault("packed layers are cut as one", "planner.geometry:Geometry.rows", to.nothing(), "packed"),
-    Fault("regions are not proved", "planner.compile:prove", to.nothing(), "mixed columns"),
+    Fault("the rewritten model is not proved", "proof:prove", to.nothing(), "mixed columns"),
     Fault(
         "positions may mix", "planner.flow:_Walk.note_positions", to.nothing(), "mixed positions"
     ),
@@ -214,7 +214,7 @@ FAULTS = (
         "unmentioned",
     ),
     Fault(
-        "ties are not looked at", "planner.compile:_Compiler.check_ties", to.nothing(), "tied apart"
+        "ties are not looked at", "planner.placing:Placing.check_ties", to.nothing(), "tied apart"
     ),
     Fault(
         "all outputs are reduced together", "planner.together:_only_added", to.nothing(True), "gpt"

@@ -172,7 +172,7 @@ TRIALS: Mapping[str, Trial] = {
     "gpt sp": Trial(_of(_GPT), 2, True),
     "packed": Trial(_of(_PACKED), 2, True),
     "shared heads": Trial(_of(replace(_GPT, kv="one", head="tied")), 4, True),
-    "loss": Trial(_of(replace(_GPT, output="loss")), 2, False),
+    "loss": Trial(_of(replace(_GPT, output="loss, dict")), 2, False),
     "together": Trial(_of(_TOGETHER), 4, False),
     "bare sp": Trial(_of(Recipe(entry="bare", final_norm=False)), 2, True),
     "in place sp": Trial(Case(_IN_PLACE, _IN_PLACE_PLAN), 2, True),
@@ -183,7 +183,7 @@ TRIALS: Mapping[str, Trial] = {
     "kernels": Trial(_fused(_of(_FUSED)), 2, False, float32),
     "kernels sp": Trial(_fused(_of(_FUSED)), 2, True, float32),
     "mixed columns": Trial(
-        _of(Recipe(habit="softmax over columns")), 2, False, expected="refused"
+        _of(Recipe(habit="unit columns in training")), 2, False, expected="refused"
     ),
     "mixed positions": Trial(
         _of(Recipe(habit="positions shifted")), 2, True, expected="refused"

@@ -13,8 +13,10 @@ def attention(r: Recipe, n: dict[str, str]) -> Part:
     part.init += [
         f"self.heads, self.kv_heads, self.head_dim = {r.heads}, {r.kv_heads}, {r.head_dim}"
     ]
-    part.body += ["t, b, _ = x.shape" if r.sequence_dim == 0 else "b, t, _ = x.shape"]
     {"separate": _separate, "kv": _separate, "qkv": _packed}.get(r.packing, _blocks)(r, n, part)
+    # written out in the layer, the sizes of what it was given are not those of what is gathered
+    of = part.body[0].split()[0] if r.inline else "x"
+    part.body.insert(int(r.inline), f"{_lead(r)} = {of}.shape[:2]")
     _heads(r, n, part)
     _rotary(r, part)
     if r.extra == "scale":
@@ -40,6 +42,10 @@ def attention(r: Recipe, n: dict[str, str]) -> Part:
     if r.view == "config":
         part.init += ["self.config = CONFIG"]
     return part
+
+
+def _lead(r: Recipe) -> str:
+    return "t, b" if r.sequence_dim == 0 else "b, t"
 
 
 def _separate(r: Recipe, n: dict[str, str], part: Part) -> None:
@@ -123,7 +129,7 @@ def _heads(r: Recipe, n: dict[str, str], part: Part) -> None:
             part.body += [f"{name} = self.{n[name + 'n']}({name})"]
             part.rules[n[name + "n"]] = "colwise"
     if not headed:
-        lead = "t, b" if r.sequence_dim == 0 else "b, t"
+        lead = _lead(r)
         for name in ("q", "k", "v"):
             part.body += [f"{name} = {_viewed(r, name, lead)}"]
         if r.view.startswith("heads"):
@@ -274,7 +280,7 @@ def _manual(r: Recipe, part: Part, terms: list[str]) -> None:
 
 
 def _merge(r: Recipe, part: Part) -> None:
-    lead = "t, b" if r.sequence_dim == 0 else "b, t"
+    lead = _lead(r)
     part.body += ["y = y.permute(2, 0, 1, 3)" if r.sequence_dim == 0 else "y = y.transpose(1, 2)"]
     if r.merge == "heads":
         part.attributes(heads="heads")

@@ -85,11 +85,14 @@ def refusal(mesh: DeviceMesh, case: Case, tp: int, sequence_parallel: bool) -> V
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            before = torch.get_rng_state()
             tpplan.check(model, plan_of(case), tp, sequence_parallel, inputs=example)
         except tpplan.PlanError as error:
             return _untouched(case, model, example) or _refused(error)
         except Exception:
             return _raised("crash")
+    if not torch.equal(before, torch.get_rng_state()):
+        return Verdict("wrong", "compiling draws from the global generator")
     return None
 
 
@@ -103,15 +106,16 @@ def judge(mesh: DeviceMesh, case: Case, sequence_parallel: bool, double: bool = 
     reference, known = built(case)
     example = inputs(case, space, *EXAMPLE, not case.late_double)
     warnings.simplefilter("ignore")
-    before = torch.get_rng_state()
     try:
-        tpplan.parallelize(model, plan_of(case), mesh, sequence_parallel, inputs=example)
+        # proved by whoever asked for a refusal before
+        tpplan.parallelize(
+            model, plan_of(case), mesh, sequence_parallel, inputs=example, prove=False
+        )
     except tpplan.PlanError as error:
         return _refused(error)
     except Exception:
         return _raised("crash")
     tolerance = TOLERANCE if double else SINGLE
-    drawn = not torch.equal(before, torch.get_rng_state())
     for module in (model, reference):
         if double:
             module.double()
@@ -135,8 +139,6 @@ def judge(mesh: DeviceMesh, case: Case, sequence_parallel: bool, double: bool = 
             return Verdict("wrong", f"{len(wrong)} differ ({where})", f"{where}: {said}"[:2000])
         for module in (model, reference):
             _train(module)
-    if drawn:
-        return Verdict("wrong", "parallelize draws from the global generator")
     return _state(reference, model, tolerance) or Verdict(RIGHT)
 
 

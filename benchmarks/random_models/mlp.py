@@ -57,8 +57,8 @@ def mlp(r: Recipe, n: dict[str, str]) -> Part:
         part.init += [f"self.inner_scale = nn.Parameter(torch.rand({inner}) + 0.5)"]
         part.rules["inner_scale"] = "colwise"
         part.body += ["y = y * self.inner_scale"]
-    first = n["up"] if r.mlp in ("plain", "gated") else n["both"]
-    named = {"up": first, "down": n["down"], "inner": inner}
+    enters = n["up"] if r.mlp in ("plain", "gated") else n["both"]
+    named = {"up": enters, "down": n["down"], "inner": inner}
     part.init += lines_of(r, "mlp init", **named)
     part.body += lines_of(r, "mlp", **named)
     if r.dropout:

@@ -92,7 +92,7 @@ class _Model:
         return module("Model", "", init, forward) + "def make():\n    return Model()\n\n\n"
 
     def _arguments(self) -> list[str]:
-        labels = ["labels=None"] if self.r.output in ("loss", "shifted loss") else []
+        labels = ["labels=None"] if "loss" in self.r.output else []
         return ["ids" if self.r.entry == "ids" else "x", *labels]
 
     def _nested(self) -> str:
@@ -230,12 +230,15 @@ class _Model:
             lines += [f"auxiliary = {aux}.pow(2).mean()"]
         lines += lines_of(r, "output", out=out)
         rest = [] if r.auxiliary == "none" else ["auxiliary"]
-        if r.output in ("loss", "shifted loss"):
+        if "loss" in r.output:
             shifted = r.output == "shifted loss"
             a, b = ("logits[:, :-1]", "labels[:, 1:]") if shifted else ("logits", "labels")
             flat = "reshape" if shifted else "view"
             loss = f"F.cross_entropy({a}.{flat}(-1, {r.vocabulary}), {b}.reshape(-1))"
             lines += ["loss = None", "if labels is not None:", f"    loss = {loss}"]
+            if r.output == "loss, dict":
+                pairs = ", ".join(f'"{name}": {name}' for name in ("logits", "loss", *rest))
+                return init, [*lines, f"return {{{pairs}}}"]
             said = ", ".join(f"{name}={name}" for name in ("logits", "loss", *rest))
             return init, [*lines, f"return Output({said})"]
         if r.output == "dict":
@@ -273,7 +276,7 @@ def _call(r: Recipe) -> str:
     if r.entry == "ids":
         given = f'{{"ids": torch.randint(0, {r.vocabulary}, (batch, length), generator=generator)}}'
         lines = [f"given = {given}"]
-        if r.output in ("loss", "shifted loss"):
+        if "loss" in r.output:
             lines += [
                 f"labels = torch.randint(0, {r.vocabulary}, (batch, length), generator=generator)",
                 "labels[0, 0] = -100",

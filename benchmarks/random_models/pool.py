@@ -106,7 +106,7 @@ class Pool:
 
     def agreed(self, ranks: int, job: tuple[Any, ...]) -> Verdict:
         """What the first ranks say together: the worst of what each says."""
-        found = self.answers(ranks, job)
+        found: list[Verdict] = self.answers(ranks, job)
         kinds = {v.kind for v in found}
         worst = min(found, key=lambda v: _WORST_FIRST.index(v.kind))
         if len(kinds) > 1 and "refused" in kinds:

@@ -251,7 +251,8 @@ def report(outcomes: Sequence[Outcome]) -> bool:
     print(f"\nright plans refused: {len(refused)} of {len(models)}")
     print("\n".join(grouped(refused)))
     print("\nedited plans and models refused:")
-    print("\n".join(grouped(o for o in outcomes if o not in refused and o.verdict.kind == REFUSED)))
+    edited = (o for o in outcomes if o.what != "model" and o.verdict.kind == REFUSED)
+    print("\n".join(grouped(edited)))
     bad = [o for o in outcomes if o.bad]
     print(f"\nmust not be: {len(bad)}")
     print("\n".join(grouped(bad)))
