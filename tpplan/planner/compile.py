@@ -129,7 +129,7 @@ class _Compiler:
             self.trace, self.sizes.columns, self.multihead, heads, gathers
         )
         self.elements = infer.find_elements(
-            self.trace, self.styles, self.plan.layers, self.boundaries
+            self.trace, self.styles, self.plan.layers, self.boundaries, self.multihead
         )
         self.together = reduced_together(
             (self.trace, drawing), self.matches.modules, self.elements, self.complaints
@@ -209,7 +209,7 @@ class _Compiler:
         if self.plan.layers is not None:
             message = f"layers: '{self.plan.layers.text}' names no module that was called"
             self.complaints.say(message, self.plan.layers_position)
-        elif self.sequence_parallel and "rowwise" in self.styles.values():
+        elif self.sequence_parallel and ("rowwise" in self.styles.values() or self.multihead):
             message = "no layer stack was found for the sequence-sharded stream"
             hint = "name it with 'layers:', or turn sequence_parallel off"
             self.complaints.about(None, [""], message, hint)
@@ -352,10 +352,10 @@ class _Compiler:
             return True
         if style in ("rowwise", "sequence_parallel") and not self._in_region(name, style):
             return self.sequence_parallel
-        path, leaf = self.placing.owner(name), name.rpartition(".")[2]
-        if path in self.containers() and self.streaming(path, (leaf,)):
-            return False  # by DTensor itself
         on_stream = self.sequence_parallel and name in self.flow.on_stream
+        around = self.placing.owner(name) in self.containers()
+        if on_stream and around and name not in self.flow.elsewhere:
+            return False  # the ops on the stream in its global form sum it themselves
         return name in self.flow.in_region or on_stream
 
     def scatters(self, path: str) -> bool:
@@ -391,7 +391,6 @@ class _Compiler:
                 style=None if rule is None else rule.style,
                 rule=rule,
                 parameters=own,
-                streaming=self.streaming(path, own) if path in containers else (),
                 boundaries=self.boundaries.get(path, ()),
                 element=self.elements.get(path),
                 stream=self.stream_of(path),
@@ -417,11 +416,6 @@ class _Compiler:
         if self.styles.get(path) not in ("sequence_parallel", "replicate"):
             return None
         return infer.carrying(self.trace, path)
-
-    def streaming(self, path: str, own: tuple[str, ...]) -> tuple[str, ...]:
-        names = {f"{path}.{name}" if path else name: name for name in own}
-        met = self.flow.on_stream - self.flow.elsewhere if self.sequence_parallel else set()
-        return tuple(name for full, name in names.items() if full in met)
 
     def width_norm(self, path: str) -> WidthNorm | None:
         """An RMSNorm of the very columns that a column-parallel layer makes, shown by numbers."""

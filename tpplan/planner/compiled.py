@@ -113,7 +113,6 @@ class ModulePlan:
         style: its rule's style, or None where it has no rule but parameters of its own, or runs
             rewritten modules.
         parameters: names of its own parameters that become DTensors.
-        streaming: those of them that its own code combines with the stream in its global form.
         stream: the argument that carries the stream, of a module that takes its rows of it, or all
             of it; None where it was not called.
         projection: whether it is column-parallel and multiplies its input by its weight.
@@ -133,7 +132,6 @@ class ModulePlan:
     style: str | None
     rule: Rule | None = None
     parameters: tuple[str, ...] = ()
-    streaming: tuple[str, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     element: Element | None = None
     stream: Argument | None = None

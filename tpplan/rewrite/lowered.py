@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from tpplan.comm import Stream, Transition
 from tpplan.comm.agreement import Schedule
@@ -183,9 +183,6 @@ class LocalParameters(Lowered):
                 return super().forward(*args, **kwargs)
         outer = [own[name] for name in names]
         for name, local in zip(names, self._locals(), strict=True):
-            if name in state.plan.streaming and state.length is None:
-                mesh = state.stream.mesh
-                local = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
             own[name] = local  # type: ignore[assignment]
         try:
             return super().forward(*args, **kwargs)
