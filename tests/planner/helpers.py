@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tpplan
 from tests.compare import Errors, beyond, step
 from tpplan.compat import simulate
+from tpplan.rewrite import apply
 
 WIDTH, INNER = 16, 32
 RULES = {"layers.*.fc": "colwise", "layers.*.out": "rowwise"}
@@ -65,10 +66,11 @@ def plan(rules: dict[str, Any], **keys: Any) -> dict[str, Any]:
 def wrong(model: nn.Module, rules: dict[str, Any], sp: bool, tp: int = 2, **keys: Any) -> Errors:
     """What is wrong with ``model``, in float64, on the simulated ranks of a plan."""
     reference = model.double()
+    compiled = tpplan.check(reference, plan(rules, **keys), tp, sp, inputs=stream())
 
     def job(mesh: DeviceMesh) -> Errors:
         ours, theirs = copy.deepcopy(reference), copy.deepcopy(reference)
-        tpplan.parallelize(ours, plan(rules, **keys), mesh, sp, inputs=stream())
+        apply(ours, compiled, mesh)
         errors: Errors = {}
         for length in (8, 7):
             x = stream(length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpplan
-from tests.compare import Errors, compare_gradients, difference, error
+from tests.compare import Errors, compare_gradients, error
 from tests.models import randomize, weighed
 
 WIDTH, HEADS, KV_HEADS, SIZE, INNER, VOCAB = 16, 4, 2, 4, 24, 29
@@ -102,9 +102,10 @@ def built(seed: int = 1) -> Model:
     return model
 
 
-def sharded(model: nn.Module, mesh: DeviceMesh, sp: bool) -> Any:
-    """A sharded copy; the model itself stays whole."""
-    return tpplan.parallelize(copy.deepcopy(model), PLAN, mesh, sequence_parallel=sp)
+def sharded(model: nn.Module, mesh: DeviceMesh, sp: bool, copied: bool = True) -> Any:
+    """A sharded copy, and the model itself stays whole; or the model."""
+    given = copy.deepcopy(model) if copied else model
+    return tpplan.parallelize(given, PLAN, mesh, sequence_parallel=sp)
 
 
 def ids(seed: int, batch: int = 2, length: int = 9) -> torch.Tensor:
@@ -128,13 +129,3 @@ def alike(reference: Any, model: Any, seed: int = 3) -> Errors:
         weighed(logits).backward()
         results.append(logits.detach())
     return {"logits": error(*results), **compare_gradients(reference, model)}
-
-
-def both(reference: Any, model: Any, change: Callable[[Any], Any]) -> list[Any]:
-    """The same done to both models."""
-    return [change(m) for m in (reference, model)]
-
-
-def apart(expected: torch.Tensor, got: torch.Tensor) -> float:
-    """The absolute difference of two tensors, of which one may be sharded."""
-    return difference(expected, got)

@@ -7,9 +7,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from tests.compare import Errors, Findings, beyond, same
@@ -30,7 +32,7 @@ from tests.rewrite.dropout import (
     run,
 )
 from tpplan.comm import Group
-from tpplan.rewrite.draws import part_of_dropout
+from tpplan.rewrite.draws import kept, part_of_dropout
 
 # --- jobs
 
@@ -115,20 +117,47 @@ def part_job(mesh: DeviceMesh) -> Errors:
     """The parts that compiled graphs draw: independent, and kept with the right probability."""
     found = Findings()
     group = Group.of(mesh)
-    mask = torch.compile(part_of_dropout, backend="aot_eager", fullgraph=True)(
-        torch.ones(50, 40, dtype=torch.bfloat16), P, group
-    )
+    x = torch.ones(50, 40, dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.compile(part_of_dropout, backend="aot_eager", fullgraph=True)(x, P, group)
+    (grad,) = torch.autograd.grad(mask.sum(), x)
+    found.add("backward", same(torch.equal(grad, mask)))
     pieces = gathered(mask, mesh)
     found.add("parts", masks_errors("rows", pieces))
-    kept = torch.cat(pieces)
-    found.add("scale", same(set(kept.unique().tolist()) == {0.0, 1.25}))
-    z = ((kept != 0).double().mean() - (1 - P)).item() / math.sqrt(P * (1 - P) / kept.numel())
+    whole = torch.cat(pieces)
+    found.add("scale", same(set(whole.unique().tolist()) == {0.0, 1.25}))
+    z = ((whole != 0).double().mean() - (1 - P)).item() / math.sqrt(P * (1 - P) / whole.numel())
     found.add(f"kept, z {z}", same(abs(z) < 4))
     found.add("p=1", part_of_dropout(torch.ones(3), 1.0, group).abs().max().item())
     return found.errors
 
 
 # --- tests
+
+
+def test_parts_of_compiled_graphs_are_drawn_with_two_numbers() -> None:
+    """Nothing is larger than the activations, and what is as large is a kernel's own."""
+    group = Group("", 8, 3)
+    graph = make_fx(lambda x: part_of_dropout(x, P, group))(torch.ones(3, 5, 7)).graph
+    made = [node for node in graph.nodes if node.op == "call_function"]
+    drawn = [n for n in made if torch.Tag.nondeterministic_seeded in n.target.tags]
+    assert [n.meta["val"].shape for n in drawn] == [(2,)]
+    assert max(n.meta["val"].numel() for n in made) == 3 * 5 * 7
+
+
+@pytest.mark.parametrize("p", [0.01, 0.2, 0.9])
+def test_parts_of_compiled_graphs_are_independent(p: float) -> None:
+    """Of the ranks, of the next draw, of neighbours; and as many as asked for."""
+    x, sure = torch.ones(512, 1024), math.sqrt(p * (1 - p))
+    keys = torch.tensor([5, 6], dtype=torch.int32)
+    masks = [
+        (kept(x, p, keys + n, rank).float() - (1 - p)) / sure for n in (0, 1) for rank in (0, 1)
+    ]
+    first = masks[0]
+    pairs = [(first, other) for other in masks[1:]] + [(masks[1], masks[2])]
+    pairs += [(first[:, d:], first[:, :-d]) for d in (1, 2, 32)]
+    pairs += [(first[d:], first[:-d]) for d in (1, 2, 32)]
+    assert all(abs((a * b).sum().item()) < 5 * math.sqrt(a.numel()) for a, b in pairs)
+    assert all(abs(mask.sum().item()) < 5 * math.sqrt(mask.numel()) for mask in masks)
 
 
 @MODES

@@ -316,7 +316,9 @@ def _converted(func: Any, x: Any, *options: Any) -> torch.Tensor:
     like, dim, length = options
     source = like._tpplan_source
     rows = source.unpadded(x, length, dim).clone()
-    return wrapped(rows, source, source.spec(x, length, dim))
+    shape = [int(n) for n in x.shape]  # those of a spec are not symbols
+    shape[dim] = length
+    return wrapped(rows, source, compat.dtensor_spec(source.mesh, (Shard(dim),), shape, rows.dtype))
 
 
 class _Op:

@@ -192,9 +192,6 @@ class Stream:
 
     def to_local(self, x: DTensor) -> torch.Tensor:
         """The plain padded chunk of a DTensor stream; one of other placements is redistributed."""
-        kept = chunk_of(x)
-        if kept is not None:
-            return kept
         if isinstance(x, Window):
             return split(x.to_local(), self.dim, self.source.transition)
         if not self.is_sharded(x):
@@ -210,13 +207,9 @@ class Stream:
         """The DTensor of global ``length`` along ``dim`` whose padded chunk is ``local``."""
         dim = self.dim if dim is None else dim
         if torch.compiler.is_compiling():
+            self.source.spec(local, length, dim)  # looked up, sizes are numbers: a graph for each
             return traced.whole_of(local, self.anchor, length, dim)
-        x = whole_of(local, self.source, length, dim)
-        if dim == self.dim and local.size(dim) * self.group.size == length:
-            # the next element of the stack takes the chunk from here and skips both conversions;
-            # a padded one would not see what is written into the local tensor of x
-            x._tpplan_chunk = (local, version_of(x))  # type: ignore[attr-defined]
-        return x
+        return whole_of(local, self.source, length, dim)
 
     def whole(self, x: DTensor, transition: Transition) -> torch.Tensor:
         """The full tensor of a DTensor stream, for code that is the same on every rank."""

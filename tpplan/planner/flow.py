@@ -24,7 +24,8 @@ class Flow:
     """What was found.
 
     Attributes:
-        in_region, on_stream, elsewhere: parameter names by what they met.
+        in_region, on_stream, elsewhere: parameter names by what they met: sharded activations, a
+            rank's rows of the stream, what is whole.
         unsharded: row-parallel layers whose input is whole.
         twice: column-parallel layers and heads whose input is already sharded, and the layers
             that sharded it.
@@ -238,7 +239,12 @@ class _Walk:
                 self.region.update(op.outputs)
             return
         if weights:
-            met = self.flow.in_region if region else self.flow.on_stream if stream else None
+            # outside the elements, every rank computes with all of the stream
+            rows = stream and any(
+                c.path in self.elements or self.styles.get(c.path) == "sequence_parallel"
+                for c in around
+            )
+            met = self.flow.in_region if region else self.flow.on_stream if rows else None
             (self.flow.elsewhere if met is None else met).update(weights)
         whole = [
             n

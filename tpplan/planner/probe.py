@@ -27,7 +27,8 @@ _ROWS = 4
 # a length that no number of ranks divides, and where it is cut
 _LENGTH, _CUTS = 29, (0, 1, 6, 17, 29)
 _PROBED = frozenset({"sequence_parallel", "replicate", "colwise"})
-_TOLERANCE = 1e-5
+# to the last digits, of numbers that code may round to float32
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
 _LARGE = 2**25
 _HUGE = 1e3
 
@@ -123,43 +124,45 @@ def _probe(
     def run(twin: nn.Module, x: torch.Tensor) -> Any:
         return called(twin, call, {number: x})
 
-    try:
-        mixes = any(_mixes(twin_of(module).train(mode), run, shape, dim) for mode in modes)
-    except Exception as error:
-        # a replicated module of the sharded region may want its heads in a dimension of theirs
-        return Finding(True, None, fails=f"{type(error).__name__}: {error}")
-    found = Finding(mixes, None)
-    if mixes:
-        return found
-    try:
-        return _norm(module, run, shape, found, modes)
-    except Exception:  # it minds the sizes
-        return found
+    failure = ""
+    for dtype in _TOLERANCES:
+        try:
+            twins = (twin_of(module, dtype).train(mode) for mode in modes)
+            found = Finding(any(_mixes(twin, run, shape, dim, dtype) for twin in twins), None)
+        except Exception as error:  # code that minds its dtype, or the sizes
+            failure = failure or f"{type(error).__name__}: {error}"
+            continue
+        try:
+            return found if found.mixes else _norm(module, run, shape, found, modes, dtype)
+        except Exception:
+            return found
+    # a replicated module of the sharded region may want its heads in a dimension of theirs
+    return Finding(True, None, fails=failure)
 
 
-def _random(*size: int) -> torch.Tensor:
+def _random(dtype: torch.dtype, *size: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.rand(size, generator=generator, dtype=torch.float64) + 0.5
+    return torch.rand(size, generator=generator, dtype=dtype) + 0.5
 
 
 # --- does it mix positions
 
 
-def _mixes(twin: nn.Module, run: Run, shape: tuple[int, ...], dim: int) -> bool:
+def _mixes(twin: nn.Module, run: Run, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> bool:
     """Whether rows of the sequence, run by themselves, answer otherwise than among the others."""
     dim = min(dim, len(shape) - 2)
     if dim < 0:
         return False
     sizes = [min(n, 2) if d == 0 and len(shape) > 2 else n for d, n in enumerate(shape)]
     sizes[dim] = _LENGTH
-    x = _random(*sizes).requires_grad_()
+    x = _random(dtype, *sizes).requires_grad_()
     with torch.enable_grad():
         whole = run(twin, x)
         if not isinstance(whole, torch.Tensor):
             return False
         if whole.dim() <= dim or whole.size(dim) != _LENGTH:
             return True
-        cotangent = _random(*whole.shape)
+        cotangent = _random(whole.dtype, *whole.shape)
         pieces = [slice(a, b) for a, b in itertools.pairwise(_CUTS)]
         at = (slice(None),) * dim
         parts = [run(twin, x[*at, piece]) for piece in pieces]
@@ -181,12 +184,17 @@ def _mixes(twin: nn.Module, run: Run, shape: tuple[int, ...], dim: int) -> bool:
 
 
 def _norm(
-    module: nn.Module, run: Run, shape: tuple[int, ...], found: Finding, modes: Sequence[bool]
+    module: nn.Module,
+    run: Run,
+    shape: tuple[int, ...],
+    found: Finding,
+    modes: Sequence[bool],
+    dtype: torch.dtype,
 ) -> Finding:
     """What was found, and which norm the module is, if any."""
     sizes = (1,) * (len(shape) - 2) + (_ROWS, shape[-1])
-    x = _random(*sizes[-len(shape) :])
-    twin = twin_of(module).eval()
+    x = _random(dtype, *sizes[-len(shape) :])
+    twin = twin_of(module, dtype).eval()
     with torch.no_grad():
         # numbers so large that an eps does not show
         kind, offset = _kind(twin, _HUGE * x, run(twin, _HUGE * x))
@@ -244,7 +252,7 @@ def _exactly(
     if len(vectors) != len(list(module.parameters())):
         return False
     scale, shift = vectors[0], vectors[1] if len(vectors) == 2 else 0.0
-    cotangent = _random(*x.shape).flip(-1)
+    cotangent = _random(x.dtype, *x.shape).flip(-1)
     for given in (x, x - 1, x * 1e-3):
         with torch.enable_grad():
             leaf = given.clone().requires_grad_()
@@ -297,7 +305,8 @@ def _same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
     return bool((a == b).float().mean() >= 0.97)
 
 
-def _equal(a: Any, b: Any, tolerance: float = _TOLERANCE) -> bool:
+def _equal(a: Any, b: Any, tolerance: float | None = None) -> bool:
     if a is None or b is None or a.shape != b.shape:
         return False
+    tolerance = tolerance or _TOLERANCES.get(b.dtype, 0.0)
     return bool((a - b).abs().max() <= tolerance * b.abs().max())

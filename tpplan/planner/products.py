@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+import contextlib
+import itertools
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from tpplan.planner.trace import Call, Trace
 from tpplan.planner.twins import called, twin_of
 
 _SMALL, _LARGE = 2**18, 2**24
-_TOLERANCE = 1e-9
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 # sizes of a large module's narrow copy
 _IN, _OUT = 24, 40
 _SCALES = (1.0, 100.0)
@@ -56,27 +57,31 @@ def _orientation(module: nn.Module, call: Call, number: int, dims: int) -> str |
     assert weight is not None
     tried = [_narrow(module)] if weight.numel() > _SMALL else []
     if weight.numel() <= _LARGE:
-        tried.append(lambda: twin_of(module))  # code that minds the sizes
-    for make in tried:
+        tried.append(lambda dtype: twin_of(module, dtype))  # code that minds the sizes
+    for make, dtype in itertools.product(tried, _TOLERANCES):
+        answers: dict[str, bool] = {}
         for kind in ("linear", "transposed"):
-            try:
-                twin = make()
-                if all(_multiplies(twin, kind, call, number, dims, t) for t in (False, True)):
-                    return kind
-            except Exception:  # it cannot be called so
-                continue
+            with contextlib.suppress(Exception):  # it cannot be called so
+                twin, modes = make(dtype), (False, True)
+                answers[kind] = all(_multiplies(twin, kind, call, number, dims, t) for t in modes)
+        found = next((kind for kind, fits in answers.items() if fits), None)
+        if found is not None or (answers and dtype is torch.float64):
+            return found
     return None
 
 
-def _narrow(module: nn.Module) -> Any:
+def _narrow(module: nn.Module) -> Callable[[torch.dtype], nn.Module]:
     """Makes a copy with small sizes in the place of the weight's, wherever they stand."""
     weight = module._parameters["weight"]
     assert weight is not None
     first, second = weight.shape
     sizes = {int(first): _OUT, int(second): _IN}
 
-    def make() -> nn.Module:
-        twin = twin_of(module, shape_of=lambda p: tuple(sizes.get(int(n), int(n)) for n in p.shape))
+    def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+        return tuple(sizes.get(int(n), int(n)) for n in parameter.shape)
+
+    def make(dtype: torch.dtype) -> nn.Module:
+        twin = twin_of(module, dtype, shape_of)
         for name, value in vars(twin).items():
             if type(value) is int and value in sizes:
                 object.__setattr__(twin, name, sizes[value])
@@ -95,14 +100,14 @@ def _multiplies(
     shape = (*(2, 3, 2, 2)[: dims - 1], matrix.shape[1])
     with torch.enable_grad():
         for scale in _SCALES:
-            x = scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+            x = scale * torch.randn(shape, generator=generator, dtype=weight.dtype)
             x.requires_grad_()
             wanted = F.linear(x, matrix, bias)
             out = called(twin.train(training), call, {number: x})
             if not isinstance(out, torch.Tensor) or out.shape != wanted.shape:
                 return False
             leaves = [t for t in (x, weight, bias) if t is not None]
-            cotangent = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+            cotangent = torch.randn(out.shape, generator=generator, dtype=wanted.dtype)
             pairs = [(out, wanted)]
             given, due = (
                 torch.autograd.grad(y, leaves, cotangent, allow_unused=True) for y in (out, wanted)
@@ -116,4 +121,4 @@ def _multiplies(
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None or a.dtype != b.dtype:
         return False
-    return bool((a - b).abs().max() <= _TOLERANCE * b.abs().max())
+    return bool((a - b).abs().max() <= _TOLERANCES[b.dtype] * b.abs().max())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,3 +78,28 @@ def drawn_where_alike(call: Call, generator: torch.Generator) -> Call:
         return torch.randn(t.shape, generator=generator, dtype=t.dtype)
 
     return tree_map_only(torch.Tensor, stirred, call)  # type: ignore[no-any-return]
+
+
+def with_options(forward: Callable[..., Any], call: Call, accepts: Callable[[Call], bool]) -> Call:
+    """``call`` with a tensor for each further argument, by default None, for which one is accepted.
+
+    Other code may run where one is given: a loss of its own, a mask. Activations like those of the
+    call are tried, and ones, of which the first is zero, in the shape of its ids: right as a mask,
+    as positions, as kinds of tokens and as labels.
+    """
+    leaves = [t for t in tree_leaves(call) if isinstance(t, torch.Tensor) and t.dim() >= 2]
+    floats = next((torch.ones_like(t) for t in leaves if t.is_floating_point()), None)
+    ids = next((torch.ones_like(t) for t in leaves if t.dtype == torch.long), None)
+    if ids is not None:
+        ids[:1, :1] = 0
+    parameters = inspect.signature(forward).parameters
+    for name in list(parameters)[len(call[0]) :]:
+        if name in call[1] or parameters[name].default is not None:
+            continue
+        for tensor in (ids, floats):
+            if tensor is not None:
+                longer = (call[0], {**call[1], name: tensor})
+                if accepts(longer):
+                    call = longer
+                    break
+    return call

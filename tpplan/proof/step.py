@@ -20,12 +20,16 @@ TOLERANCE = 1e-7
 
 @dataclass(frozen=True)
 class Scene:
-    """One step: what the model is called with, and in which mode."""
+    """One step: what the model is called with, and in which mode.
+
+    ``optional``: whether the rewritten model may refuse it.
+    """
 
     what: str
     call: Call
     training: bool = False
     scale: float = 1.0
+    optional: bool = False
 
 
 @dataclass

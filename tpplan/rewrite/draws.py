@@ -114,7 +114,7 @@ def kept(x: torch.Tensor, p: float, keys: torch.Tensor, rank: int) -> torch.Tens
     row = torch.arange(x.numel() // max(columns, 1), dtype=torch.int32, device=x.device)
     column = torch.arange(columns, dtype=torch.int32, device=x.device)
     # two numbers for each row, so that no row is another one shifted
-    first, second = (_mixed(row + _mixed(keys[i] + rank)).unsqueeze(1) for i in (0, 1))
+    first, second = (_mixed(row + _mixed(_mixed(keys[i]) + rank)).unsqueeze(1) for i in (0, 1))
     bits = _mixed(_mixed(column ^ first) + second)
     return ((bits & 0x7FFFFFFF) >= round(p * 2**31)).view(x.shape)
 

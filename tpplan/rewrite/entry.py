@@ -16,7 +16,7 @@ class Entry:
 
     "The same" means one tensor object, unchanged and in the same gradient and autocast mode. The
     result is kept with the stream, until the last of the modules has taken it or the forward is
-    over.
+    over. Compiled code, which cannot ask whether a tensor was changed, shares nothing.
 
     ``whole``: whether the tensor is whole also inside the stack. ``projections``: whether all that
     becomes of it is multiplied by weights, for which autocast would cast it (code that only asks
@@ -41,7 +41,7 @@ class Entry:
 
         ``length``: of the sequence that an element of the stack works on, if one does.
         """
-        if self.members == 1 or stream.shared is None:
+        if self.members == 1 or stream.shared is None or torch.compiler.is_compiling():
             return self._entered(x, stream, length)
         autocast = torch.is_autocast_enabled(stream.mesh.device_type)
         state = (version_of(x), torch.is_grad_enabled(), autocast)

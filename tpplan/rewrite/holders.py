@@ -49,9 +49,11 @@ def require_whole(model: nn.Module, outside: bool = True) -> frozenset[int]:
     known = _Walk({}, [])
     known.enter(model)
     known.seen.update(id(module._parameters) for module in model.modules())
+    # a script's variable is often left over from a loop
+    known.seen.update(id(getattr(m, "__dict__", None)) for m in list(sys.modules.values()))
     tied, others = _outside(names, known.seen)
-    if tied:
-        gc.collect()  # what nobody can reach any more shares nothing
+    if tied or others:
+        gc.collect()  # what nobody can reach any more holds nothing
         tied, others = _outside(names, known.seen)
     if tied:
         raise PlanError(

@@ -24,7 +24,7 @@ from tpplan.comm.agreement import Schedule
 from tpplan.comm.distribute import loaded
 from tpplan.planner import ModulePlan
 from tpplan.rewrite.entry import Entry
-from tpplan.rewrite.parameters import Marks, Own
+from tpplan.rewrite.parameters import Marks, Own, is_installed
 
 
 class State:
@@ -129,8 +129,7 @@ class Lowered(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # what a conversion leaves behind is installed anew, and the old local tensors let go
         own = self._tpplan.own
-        before = tuple(self._parameters.get(name) for name in own.names)
-        installed = all(p is q for p, q in zip(before, own.installed, strict=True))
+        installed = all(is_installed(self._parameters.get(name)) for name in own.names)
         marks = [(name, Marks(p)) for name, p in self._parameters.items() if p is not None]
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, mark in marks:
@@ -151,7 +150,7 @@ class Lowered(nn.Module):
     ) -> None:
         # a checkpoint of the unsharded model loads as before: each rank takes its own shard
         own = self._tpplan.own
-        held = [self._parameters.get(name) for name in own.names]
+        installed = all(is_installed(self._parameters.get(name)) for name in own.names)
         for name in own.names:
             given, here = state_dict.get(prefix + name), self._parameters.get(name)
             if not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
@@ -159,7 +158,7 @@ class Lowered(nn.Module):
             if isinstance(here, DTensor) and given.shape == here.shape:
                 state_dict[prefix + name] = loaded(given, here)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        if all(p is q for p, q in zip(held, own.installed, strict=True)):
+        if installed:
             own.adopt(self)
 
 

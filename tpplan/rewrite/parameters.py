@@ -10,7 +10,6 @@ parameter of the unsharded model), which is placed as planned first.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,16 @@ from tpplan.comm.stream import version_of
 
 _Source = tuple[str, Any, torch.Tensor, bool]
 _Asked = tuple[nn.Module, "Own", int]  # the parameter of a module, by its number
+
+
+# On the parameters themselves: FSDP2 puts others in their place, whose memory it takes away and
+# fills again under the local tensors, and these are to be let go then.
+_INSTALLED = "_tpplan_installed"
+
+
+def is_installed(parameter: Any) -> bool:
+    """Whether it is a parameter that tpplan made, or found in the place of one it made."""
+    return isinstance(parameter, DTensor) and _INSTALLED in vars(parameter)
 
 
 class Own:
@@ -55,8 +64,9 @@ class Own:
         self.adopt(module)
 
     def adopt(self, module: nn.Module) -> None:
-        """Take the parameters the module holds now for the installed ones."""
-        self.installed: list[Any] = [module._parameters[name] for name in self.names]
+        """Take the parameters the module holds now for those whose local tensors can be kept."""
+        for name in self.names:
+            vars(module._parameters[name])[_INSTALLED] = True
         self.drop()
 
     def drop(self) -> None:
@@ -80,11 +90,6 @@ class Own:
             own._kept[i], own._sources[i], own._groups[i] = None, None, ()
         return group
 
-    def release(self, index: int) -> None:
-        """Let go of a parameter that FSDP2 has put another one in the place of."""
-        self.disband(index)
-        self.installed[index] = None
-
     def __getstate__(self) -> dict[str, Any]:
         # local tensors are of the graph, and of this process
         own = "_kept", "_sources", "_groups", "_passing"
@@ -99,7 +104,6 @@ class Own:
         memo[id(self)] = twin
         twin.names, twin.specs, twin.site = self.names, self.specs, self.site
         twin.summed, twin.apart = self.summed, self.apart
-        twin.installed = copy.deepcopy(self.installed, memo)
         twin.drop()
         return twin
 
@@ -146,7 +150,7 @@ class Own:
         if made is None:
             return False
         now = held.get(self.names[index])
-        return now is not None and made[0] is now and made[1] == version_of(now)
+        return now is not None and made[0] is now and made[1] == _version(now)
 
     def _renewed(self, module: nn.Module, stream: Stream) -> Sequence[torch.Tensor]:
         outdated, held = self._outdated(module), module._parameters
@@ -222,8 +226,8 @@ def make(asked: Iterable[_Asked], stream: Stream, site: Site) -> None:
         module, own, index = job
         parameter = own.placed(index, _held(module, own.names[index]))
         if parameter is None:
-            own.release(index)
-        elif parameter is own.installed[index] and not compiling:
+            continue
+        if not compiling and is_installed(parameter):
             installed.append((job, parameter))
         else:
             passing.append((job, parameter))
@@ -235,7 +239,7 @@ def make(asked: Iterable[_Asked], stream: Stream, site: Site) -> None:
         own._sources[index] = source
     for ((module, own, index), _), local in _localized(passing, stream, site, keep=False):
         held = module._parameters.get(own.names[index])
-        own._passing[index] = held, 0 if held is None else version_of(held), local
+        own._passing[index] = held, _version(held), local
 
 
 def _with_company(asked: Iterable[_Asked]) -> Iterable[_Asked]:
@@ -246,7 +250,7 @@ def _with_company(asked: Iterable[_Asked]) -> Iterable[_Asked]:
     found = dict.fromkeys(asked)
     for _, own, index in tuple(found):
         for module, other, i in own.disband(index):
-            if module._parameters.get(other.names[i]) is other.installed[i]:
+            if is_installed(module._parameters.get(other.names[i])):
                 found[module, other, i] = None
     return found
 
@@ -272,6 +276,11 @@ def _held(module: nn.Module, name: str) -> Any:
                 )
             whole[inner] = parameter.full_tensor()
     return torch.func.functional_call(computed, whole, ())
+
+
+def _version(held: Any) -> int:
+    """How often what a module holds was changed in place, where that can be asked."""
+    return 0 if held is None or torch.compiler.is_compiling() else version_of(held)
 
 
 def _localized(

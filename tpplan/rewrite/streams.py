@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tpplan.comm import Site, split
 from tpplan.comm.agreement import require_same_inputs
 from tpplan.comm.conjugates import join
+from tpplan.comm.sharded import Window
 from tpplan.comm.stream import Parts
 from tpplan.planner import Argument
 from tpplan.planner.replay import own_heads
@@ -111,6 +112,8 @@ class Container(Lowered):
         return _converted(out, self._logits)
 
     def _logits(self, x: DTensor) -> torch.Tensor:
+        if isinstance(x, Window):  # of logits
+            return x.full_tensor()
         return x.answer(self.training) if isinstance(x, Logits) else x
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
