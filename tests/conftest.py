@@ -37,7 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of tp 2 and 4 in both modes, a test that has all four takes one.
 
     Such tests take most of the suite's time, and what they prove in one combination rarely fails
-    in another. Each goes through all four in four days (see tests/thorough.py).
+    in another. Each goes through all four in four days (see tests/thorough.py). Of a matrix of
+    such tests only a quarter is taken, another one every four days.
     """
     if THOROUGH:
         return
@@ -50,9 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     offsets = random.Random(0)
     left = set()
     for ways in tests.values():
-        taken = turn(offsets.randrange(4))
-        if len(ways) == 4:  # fewer are there where someone asks for them by name
-            left |= {item for item in ways if _combination(item) != taken}
+        taken, quarter = turn(offsets.randrange(4)), turn(offsets.randrange(4), days=4)
+        if len(ways) < 4:
+            continue  # someone asks for them by name
+        rests = quarter != 0 and ways[0].get_closest_marker("matrix") is not None
+        left |= {item for item in ways if rests or _combination(item) != taken}
     items[:] = [item for item in items if item not in left]
     config.hook.pytest_deselected(items=list(left))
 

@@ -21,13 +21,16 @@ TURN = int(
 QUARTER = TURN % 4
 
 
-def turn(position: int, ways: int = 4) -> int:
-    """Which of several ways is taken today of the test at a position: the next one tomorrow."""
-    return (position + TURN) % ways
+def turn(position: int, ways: int = 4, days: int = 1) -> int:
+    """Which of several ways is taken of the test at a position; the next one after some days."""
+    return (position + TURN // days) % ways
 
 
 def said() -> str:
     """A line that says what is run."""
     if THOROUGH:
         return "every test, in every way"
-    return f"quarter {QUARTER} of the tests in four ways (TPPLAN_QUARTER=0..3, TPPLAN_TESTS=all)"
+    return (
+        f"quarter {QUARTER} of the tests in four ways, turn {TURN} of the others "
+        "(TPPLAN_QUARTER=0..15, TPPLAN_TESTS=all)"
+    )

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.compare import Errors
 from tests.life import copies, graphs, training
-from tests.life.life import TOLERANCE, Life
+from tests.life.life import TOLERANCE, Life, told
+from tpplan.planner import CompiledPlan
 
 Event = Callable[[Life], None]
 
@@ -61,8 +62,9 @@ WORLD_EVENTS: Mapping[str, Callable[[Life, DeviceMesh], None]] = {
 }
 
 
-def lived(mesh: DeviceMesh, role: str, event: str, sp: bool) -> Errors | str:
+def lived(mesh: DeviceMesh, plan: CompiledPlan, role: str, event: str, sp: bool) -> Errors | str:
     """What was found to differ beyond the tolerance, or what was raised."""
+    told(plan, role)
     try:
         life = Life(role, mesh["tp"] if mesh.ndim > 1 else mesh, sp)
         if event in WORLD_EVENTS:

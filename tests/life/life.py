@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -39,9 +38,22 @@ def plainly(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
-@functools.cache
+_COMPILED: dict[tuple[str, int, bool], CompiledPlan] = {}
+
+
 def compiled(role: str, tp: int, sp: bool) -> CompiledPlan:
-    """The plan of a role, compiled once in a process: it takes longer than most events."""
+    """The plan of a role, compiled once: that takes longer than most events."""
+    if (role, tp, sp) not in _COMPILED:
+        _COMPILED[role, tp, sp] = _compiled(role, tp, sp)
+    return _COMPILED[role, tp, sp]
+
+
+def told(plan: CompiledPlan, role: str) -> None:
+    """Take over what another process compiled."""
+    _COMPILED.setdefault((role, plan.tp, plan.sequence_parallel), plan)
+
+
+def _compiled(role: str, tp: int, sp: bool) -> CompiledPlan:
     block = BLOCKS[role]
     args, kwargs = block.call(2, 8, 0)
     given = tuple(a.float() if a.is_floating_point() else a for a in args)

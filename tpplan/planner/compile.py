@@ -129,7 +129,7 @@ class _Compiler:
             self.trace, self.sizes.columns, self.multihead, heads, gathers
         )
         self.elements = infer.find_elements(
-            self.trace, self.styles, self.plan.layers, self.boundaries
+            self.trace, self.styles, self.plan.layers, self.boundaries, self.multihead
         )
         self.together = reduced_together(
             (self.trace, drawing), self.matches.modules, self.elements, self.complaints
@@ -209,7 +209,7 @@ class _Compiler:
         if self.plan.layers is not None:
             message = f"layers: '{self.plan.layers.text}' names no module that was called"
             self.complaints.say(message, self.plan.layers_position)
-        elif self.sequence_parallel and "rowwise" in self.styles.values():
+        elif self.sequence_parallel and ("rowwise" in self.styles.values() or self.multihead):
             message = "no layer stack was found for the sequence-sharded stream"
             hint = "name it with 'layers:', or turn sequence_parallel off"
             self.complaints.about(None, [""], message, hint)
@@ -353,6 +353,9 @@ class _Compiler:
         if style in ("rowwise", "sequence_parallel") and not self._in_region(name, style):
             return self.sequence_parallel
         on_stream = self.sequence_parallel and name in self.flow.on_stream
+        around = self.placing.owner(name) in self.containers()
+        if on_stream and around and name not in self.flow.elsewhere:
+            return False  # the ops on the stream in its global form sum it themselves
         return name in self.flow.in_region or on_stream
 
     def scatters(self, path: str) -> bool:

@@ -132,14 +132,19 @@ def find_elements(
     styles: Mapping[str, str],
     layers: Pattern | None,
     boundaries: Mapping[str, tuple[Boundary, ...]],
+    multihead: Set[str],
 ) -> dict[str, Element]:
-    """The elements of the layer stack: where row-parallel layers sit, or what ``layers`` names."""
+    """The elements of the layer stack: where row-parallel layers sit, or what ``layers`` names.
+
+    Args:
+        multihead: torch's own attention; in a stack of nothing else it is what is row-parallel.
+    """
     entering = {boundary.number for found in boundaries.values() for boundary in found}
     called = {call.path: call for call in reversed(trace.calls)}
     if layers is not None:
         paths = [path for path in called if layers.matches(path)]
     else:
-        rows = [path for path, style in styles.items() if style == "rowwise"]
+        rows = [path for path, style in styles.items() if style == "rowwise"] or sorted(multihead)
         paths = list(dict.fromkeys(_stacked(path) for path in rows))
     elements = {}
     for path in paths:
