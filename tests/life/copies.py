@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
 from tests.compare import (
+    WRONG,
     Errors,
     compare_gradients,
     compare_parameters,
@@ -197,9 +198,14 @@ def _with_matrices(life: Life) -> Any:
 
 
 def traced(life: Life) -> None:
-    """``torch.fx``, which records no collectives."""
+    """``torch.fx``, which records no collectives: whatever it trips over, it is not silent."""
     life.step("before")
-    torch.fx.symbolic_trace(life.model, {"labels": None} if life.tokens else None)
+    try:
+        torch.fx.symbolic_trace(life.model, {"labels": None} if life.tokens else None)
+    except Exception:
+        life.step("afterwards")
+    else:
+        life.found.add("traced, without its collectives", WRONG)
 
 
 # --- compiled

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+# torch hands every argument of a module with such a hook on as a tensor of its own, and one that
+# was given thrice when the plan was compiled is gathered once
+_APART = "is another tensor than"
+
 # (role, event, with sequence parallelism) -> what the error says; None stands for any
-REFUSED: dict[tuple[str | None, str, bool | None], str] = {}
+REFUSED: dict[tuple[str | None, str, bool | None], str] = {
+    ("torch's attention", "backward hook", None): _APART,
+    ("torch's attention", "backward pre-hook", None): _APART,
+}
 
 
 def refusal(role: str, event: str, sp: bool) -> str | None:

@@ -167,7 +167,7 @@ def optimizer_before(life: Life) -> None:
         except ValueError as e:
             life.found.add("says why", same("optimizer" in str(e)))
             return
-    if any("optimizer" in str(w.message) for w in said):
+    if any("made before" in str(w.message) for w in said):
         return
     life.model = model.to(life.dtype)
     life.step("before")
