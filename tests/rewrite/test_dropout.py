@@ -161,7 +161,7 @@ def group_job(mesh: DeviceMesh, sp: bool) -> Errors:
     found = Findings()
     tp = mesh["tp"]
     torch.manual_seed(20 + mesh["dp"].get_local_rank())
-    model = tpplan.parallelize(gpt(), "gpt", mesh, sequence_parallel=sp)
+    model = tpplan.parallelize(gpt(), "gpt", mesh, sequence_parallel=sp, prove=False)
     ids = token_ids(2, 13, 16)
     losses = gathered(objective(model, ids).item(), tp)
     found.add("within a group", same(len(set(losses)) == 1))

@@ -38,7 +38,13 @@ def whole(name: str) -> Any:
 def sharded(name: str, mesh: DeviceMesh | None, sp: bool, kernels: str = "triton") -> Any:
     model = zoo.makers()[name]()
     model = tpplan.parallelize(
-        model, "auto", mesh, sequence_parallel=sp, kernels=kernels, inputs=zoo.example(model)
+        model,
+        "auto",
+        mesh,
+        sequence_parallel=sp,
+        kernels=kernels,
+        inputs=zoo.example(model),
+        prove=False,
     )
     return model.to(DEVICE)
 

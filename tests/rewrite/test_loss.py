@@ -345,7 +345,9 @@ def own_code_job(mesh: DeviceMesh, sp: bool) -> Errors:
     for how in ("softcap", "buffer", "assigned", "in place"):
         reference = Own(how).train()
         randomize(reference, 6)
-        model = tpplan.parallelize(copy.deepcopy(reference), "gpt", mesh, sequence_parallel=sp)
+        model = tpplan.parallelize(
+            copy.deepcopy(reference), "gpt", mesh, sequence_parallel=sp, prove=False
+        )
 
         def run(m: Any) -> Mapping[str, torch.Tensor]:
             loss, logits, best = m(ids, ids)

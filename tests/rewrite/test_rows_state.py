@@ -97,7 +97,7 @@ def meta_job(mesh: DeviceMesh, sp: bool) -> Errors:
         reference = built(case)
         model = built(case, device="meta")
         with found.case(case):
-            tpplan.parallelize(model, CASES[case][0], mesh, sequence_parallel=sp)
+            tpplan.parallelize(model, CASES[case][0], mesh, sequence_parallel=sp, prove=False)
             model.to_empty(device="cpu")
             model.load_state_dict(reference.state_dict())
             buffers = dict(reference.named_buffers())  # not persistent, so not in the state

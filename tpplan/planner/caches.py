@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -18,25 +18,28 @@ _DEPTH = 6
 
 
 @contextlib.contextmanager
-def no_fakes_kept() -> Iterator[None]:
+def no_fakes_kept(foreign: Callable[[torch.Tensor], bool] = is_fake) -> Iterator[None]:
     """Empty, in the end, the caches (``functools.lru_cache``) that hold fake tensors.
 
     A model that keeps its masks in one would go on with fakes in the user's own runs.
+
+    Args:
+        foreign: which tensors the user's runs must not meet.
     """
     try:
         yield
     finally:
         for cache in [thing for thing in gc.get_objects() if type(thing) is _Cache]:
-            if _holds_fakes(cache):
+            if _holds(cache, foreign):
                 cache.cache_clear()
 
 
-def _holds_fakes(cache: object) -> bool:
+def _holds(cache: object, foreign: Callable[[torch.Tensor], bool]) -> bool:
     met: set[int] = set()
     found = [cache]
     for _ in range(_DEPTH):
         inner = [thing for thing in gc.get_referents(*found) if id(thing) not in met]
-        if any(isinstance(thing, torch.Tensor) and is_fake(thing) for thing in inner):
+        if any(isinstance(thing, torch.Tensor) and foreign(thing) for thing in inner):
             return True
         met.update(map(id, inner))
         found = [thing for thing in inner if not isinstance(thing, (*_PASSED, torch.Tensor))]

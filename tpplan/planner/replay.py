@@ -164,11 +164,13 @@ class _Replay:
         self, key: Hashable, element: Element, original: Callable[..., Any], skipped: bool
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not skipped:
+            last: Any = self._last.get(key)
+            # what gives the stream in a mapping, say, is run
+            if not skipped or (element.output is None and not isinstance(last, torch.Tensor)):
                 self._last[key] = original(*args, **kwargs)
                 return self._last[key]
             # what one like it gave beside the stream serves here as well
-            stream, last = taken(element.argument, args, kwargs), self._last[key]
+            stream = taken(element.argument, args, kwargs)
             if element.output is None:
                 return stream
             items = list(last)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _WIDER = {
     torch.float32: torch.float64,
@@ -41,6 +41,10 @@ _DROPOUTS = frozenset(
         torch.feature_dropout,
         torch.feature_alpha_dropout,
     }
+)
+# what makes float32 of Python's numbers, which may be too large for it, where no dtype is named
+_FACTORIES = frozenset(
+    {torch.full, torch.tensor, torch.scalar_tensor, torch.arange, torch.linspace, torch.logspace}
 )
 # where attention functions take the probability of their dropout
 _PROBABILITIES = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
@@ -105,7 +109,10 @@ class _Exact(TorchFunctionMode):
         func = _CASTS.get(func, func)
         if any(isinstance(a, torch.dtype) for a in args):
             args = tuple(_WIDER.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
-        if kwargs.get("dtype") in _WIDER:
+        if func in _FACTORIES and kwargs.get("dtype") is None:
+            if any(isinstance(x, float) for x in tree_leaves((args, kwargs))):
+                kwargs = {**kwargs, "dtype": torch.float64}
+        elif kwargs.get("dtype") in _WIDER:
             kwargs = {**kwargs, "dtype": _WIDER[kwargs["dtype"]]}
         out = _DRAWS.get(func, func)(*args, **kwargs)
         return _widened(out) if isinstance(out, torch.Tensor) else out

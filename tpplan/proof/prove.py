@@ -21,8 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.compat import quiet, simulate, unfused
 from tpplan.language import Diagnostic, PlanError
 from tpplan.planner import CompiledPlan
+from tpplan.planner.caches import no_fakes_kept
 from tpplan.planner.match import fold
 from tpplan.planner.shadow import call_for, shortened
+from tpplan.planner.twins import same_randomness
 from tpplan.proof.calls import (
     Call,
     drawn_where_alike,
@@ -63,8 +65,12 @@ def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
     """
     if compiled.tp == 1:
         return
-    with torch.random.fork_rng(devices=[]), quiet(), unfused():
+    with same_randomness(), no_fakes_kept(_is_wide), quiet(), unfused():
         _prove(model, compiled, inputs)
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.float64, torch.complex128)
 
 
 def prove_once(
@@ -147,6 +153,8 @@ def _played(
         return True
 
     play(Scene("in evaluation", call))
+    if not scenes or not results[0].outputs:
+        raise ValueError("it gives no numbers that could be compared")
     longer = call
     for other in other_lengths(length, compiled.tp) if length else ():
         longer = resized(call, dim, length, other)

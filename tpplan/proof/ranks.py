@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import local_of
 from tpplan.planner import CompiledPlan
+from tpplan.proof.step import outputs_of
 from tpplan.report.recorder import Recorder
 from tpplan.report.steps import PHASES, counts
 from tpplan.rewrite import apply
@@ -66,11 +67,8 @@ def differentiate(
 def results(model: nn.Module, call: _Call) -> list[torch.Tensor]:
     """The floating tensors of the model's output that depend on its parameters."""
     args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
-    out = model(*args, **kwargs)
-    if hasattr(out, "to_tuple"):
-        out = out.to_tuple()
-    leaves = tree_flatten(out)[0]
-    return [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = outputs_of(model(*args, **kwargs)).values()
+    return [t for t in leaves if t.requires_grad]
 
 
 def backward(outputs: list[torch.Tensor], seed: int) -> None:

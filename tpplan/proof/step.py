@@ -56,7 +56,7 @@ def step(model: nn.Module, scene: Scene, seed: int = 0, due: Result | None = Non
     args, kwargs, given = _leaves_of(scene.call)
     if scene.scale != 1.0 and not given:
         _scale_tables(model, scene.scale)
-    found = dict(_tensors(model(*args, **kwargs), ""))
+    found = outputs_of(model(*args, **kwargs))
     generator = torch.Generator().manual_seed(seed)
     result = Result() if due is None else Result(weights=due.weights)
     total = None
@@ -72,7 +72,9 @@ def step(model: nn.Module, scene: Scene, seed: int = 0, due: Result | None = Non
             part = (out * weights).sum().real
             total = part if total is None else total + part
     if total is not None:
-        total.backward()
+        # not total.backward(), which is a function of torch's to a mode: what backward recomputes
+        # would be left out of it
+        torch.autograd.backward([total])
     result.outputs = {place: out.detach() for place, out in found.items()}
     result.gradients = {name: p.grad for name, p in model.named_parameters()}
     result.inputs = {name: leaf.grad for name, leaf in given.items()}
@@ -102,6 +104,14 @@ def _leaves_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, t
 
     args = tuple(fresh(x, f"argument {i}") for i, x in enumerate(call[0]))
     return args, {name: fresh(x, f"'{name}'") for name, x in call[1].items()}, given
+
+
+def outputs_of(value: Any) -> dict[str, torch.Tensor]:
+    """Every tensor of what a model gave, by where it is."""
+    found = dict(_tensors(value, ""))
+    if not found and hasattr(value, "__dict__"):  # an object of the user's own
+        found = dict(_tensors(vars(value), ""))
+    return found
 
 
 def _tensors(value: Any, place: str) -> Iterable[tuple[str, torch.Tensor]]:

@@ -16,6 +16,7 @@ from tpplan.planner.match import fold
 from tpplan.planner.shadow import call_for, shadow_of
 from tpplan.planner.trace import fake_inputs
 from tpplan.rewrite import apply
+from tpplan.rewrite.lowered import passive
 
 
 def rehearse(
@@ -34,8 +35,8 @@ def rehearse(
         apply(shadow, compiled, mesh, src_data_rank=None)
         running: list[str] = []
         for path, module in shadow.named_modules():
-            module.register_forward_pre_hook(lambda *_, path=path: running.append(path))
-            module.register_forward_hook(lambda *_: running.pop() and None)
+            module.register_forward_pre_hook(passive(lambda *_, path=path: running.append(path)))
+            module.register_forward_hook(passive(lambda *_: running.pop() and None))
         try:
             with torch.no_grad():
                 shadow(*args, **kwargs)

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import (
 from tpplan.compat import FakeTensor, local_of, rehearsed_in, running_node, sequence_number
 from tpplan.report.recorder import Recorder, tensors_in
 from tpplan.report.steps import Collective, Element, Matmul, Step
+from tpplan.rewrite.lowered import passive
 
 _aten = torch.ops.aten
 # what torch's own table leaves out
@@ -125,8 +126,8 @@ class Tracker(Recorder):
             self._running.pop()
             self._mark()
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
+        module.register_forward_pre_hook(passive(enter))
+        module.register_forward_hook(passive(leave), always_call=True)
 
     def _mark(self) -> None:
         place = self._place()

@@ -15,7 +15,7 @@ from tpplan.kernels.gated import gated, gated_packed
 from tpplan.kernels.gelu import gelu
 from tpplan.kernels.norm import norm
 from tpplan.planner import GatedForm, GeluForm, KernelChoice, NormForm, UnbiasedForm
-from tpplan.rewrite.lowered import State
+from tpplan.rewrite.lowered import State, looks
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Link:
             module = None if module is None else module._modules.get(name)
         if not isinstance(module, FusedGelu) or module._tpplan.partner is not layer:
             return False
-        return not (layer._forward_hooks or _is_hooked(layer) or _is_hooked(module))
+        return not (_is_hooked(layer) or _is_hooked(module))
 
 
 @dataclass
@@ -80,8 +80,9 @@ class Activation:
 
 def _is_hooked(module: nn.Module) -> bool:
     """Whether hooks see what goes into ``module``, or its gradients."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks or module._backward_hooks or module._backward_pre_hooks)
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return looks(module._forward_hooks) or looks(module._forward_pre_hooks)
 
 
 class Fused(nn.Module):

@@ -27,6 +27,17 @@ from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.parameters import Marks, Own, is_installed
 
 
+def passive(hook: Any) -> Any:
+    """``hook``, marked as one that looks at no tensor: no reason to compute what it could see."""
+    hook._tpplan_passive = True
+    return hook
+
+
+def looks(hooks: Any) -> bool:
+    """Whether some of a module's table of ``hooks`` may look at tensors."""
+    return any(not getattr(hook, "_tpplan_passive", False) for hook in hooks.values())
+
+
 class State:
     """What a rewritten module knows.
 

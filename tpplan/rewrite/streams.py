@@ -20,7 +20,7 @@ from tpplan.planner import Argument
 from tpplan.planner.replay import own_heads
 from tpplan.rewrite.draws import draws_in_training
 from tpplan.rewrite.logits import Logits
-from tpplan.rewrite.lowered import Lowered
+from tpplan.rewrite.lowered import Lowered, looks
 from tpplan.rewrite.parameters import Own, make
 
 
@@ -244,7 +244,9 @@ class Element(Lowered):
             return super().forward(*args, **kwargs)
         stream = state.stream
         outer = stream.parts
-        seen = any(watched)  # by hooks, which are to see each output as it is
+        seen = any(
+            hooks and looks(hooks) for hooks in watched
+        )  # by hooks, which are to see each output as it is
         stream.parts = parts = None if seen else Parts(torch.is_grad_enabled())
         try:
             out = super().forward(*args, **kwargs)
