@@ -155,14 +155,14 @@ def _played(
     play(Scene("in evaluation", call))
     if not scenes or not results[0].outputs:
         raise ValueError("it gives no numbers that could be compared")
-    longer = call
+    longer, fixed = call, not model.training
     for other in other_lengths(length, compiled.tp) if length else ():
         longer = resized(call, dim, length, other)
-        if plays(Scene(f"in training, at length {other}", longer, training=True)):
+        if plays(Scene(f"in training, at length {other}", longer, True, optional=fixed)):
             break
     else:
         longer = call
-        plays(Scene("in training", call, training=True))
+        plays(Scene("in training", call, True, optional=fixed))
     fuller = with_options(model.forward, call, lambda tried: _accepts(twin, tried))
     if fuller is not call:
         given = ", ".join(name for name in fuller[1] if name not in call[1])
