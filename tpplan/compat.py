@@ -51,6 +51,7 @@ __all__ = [
     "is_composite",
     "is_fake",
     "is_held_elsewhere",
+    "is_symbolic",
     "is_traced",
     "is_view",
     "kept_by_fsdp",
@@ -266,6 +267,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     from torch._subclasses import fake_tensor
 
     return fake_tensor.is_fake(tensor)
+
+
+def is_symbolic() -> bool:
+    """Whether torch.fx traces now, on proxies instead of tensors."""
+    return torch.fx._symbolic_trace.is_fx_symbolic_tracing()
 
 
 def is_traced() -> bool:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tpplan import compat
 from tpplan.comm import Site, split
 from tpplan.comm.agreement import require_same_inputs
 from tpplan.comm.conjugates import join
@@ -79,6 +80,11 @@ class Container(Lowered):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
+        if compat.is_symbolic():
+            raise RuntimeError(
+                f"{state.plan.path or 'the model'}: torch.fx records no collectives, so a model "
+                "that is sharded cannot be traced; trace it before tpplan.parallelize"
+            )
         if state.stream.shared is not None:
             return self._tpplan_contain(*args, **kwargs)
         with state.stream.called(state.plan.path):
