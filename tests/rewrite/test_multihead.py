@@ -149,7 +149,7 @@ def test_attention_weights() -> None:
 
     def job(mesh: DeviceMesh) -> tuple[float, float]:
         model = copy.deepcopy(reference)
-        tpplan.parallelize(model, rules, mesh, inputs=x)
+        tpplan.parallelize(model, rules, mesh, inputs=x, prove=False)
         ours, own = model(x)
         with pytest.raises(ValueError, match="attention weights of its own heads"):
             model.layers[0](x, x, x, average_attn_weights=False)

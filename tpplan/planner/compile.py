@@ -201,7 +201,8 @@ class _Compiler:
         except Exception as error:
             message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
             hint = "give inputs= with which the model's forward can be called"
-            raise PlanError([Diagnostic(message, hint=hint)]) from error
+            position = self.plan.rules[0].position
+            raise PlanError([Diagnostic(message, position, hint)]) from error
 
     def check_stack(self) -> None:
         if self.elements:
