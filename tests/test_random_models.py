@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ def verdict(ranks: Ranks, job: Job) -> Verdict:
     return found
 
 
-@pytest.mark.xfail(reason="open: more than a tenth of these right plans are refused, see issue 11")
+@pytest.mark.xfail(reason="open: over a tenth of these right plans are refused")
 def test_right_plans(ranks: Ranks) -> None:
     kinds: Counter[str] = Counter()
 
@@ -57,7 +58,7 @@ def test_right_plans(ranks: Ranks) -> None:
     assert kinds[REFUSED] <= REFUSED_AT_MOST * kinds.total()
 
 
-@pytest.mark.xfail(reason="open: not every refusal of the first random edits has been looked into")
+@pytest.mark.xfail(reason="open: refusals of random edits without a position")
 def test_edited_plans_and_models(ranks: Ranks) -> None:
     @settings(SETTINGS, max_examples=400 if THOROUGH else 32)
     @given(random=RANDOM, sequence_parallel=st.booleans())

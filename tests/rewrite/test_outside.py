@@ -163,14 +163,12 @@ def test_eager(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run(2, eager_job, sp), 1e-9)
 
 
-@pytest.mark.xfail(
-    reason="open: code outside the stack, compiled, has differed since two changes met"
-)
+@pytest.mark.xfail(reason="open: compiled code outside the stack differs")
 def test_compiled(ranks: Ranks) -> None:
     assert not beyond(ranks.run(2, compiled_job, True), 1e-9)
 
 
-@pytest.mark.xfail(reason="open: more collectives backward than one gather; not looked into yet")
+@pytest.mark.xfail(reason="open: more collectives backward than one gather")
 def test_gathers(ranks: Ranks) -> None:
     assert not beyond(ranks.run(2, gathers_job))
 
