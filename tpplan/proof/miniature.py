@@ -195,12 +195,11 @@ def _thin(modules: Mapping[str, nn.Module], compiled: CompiledPlan) -> dict[int,
 
 def _uncut(module: nn.Module, plan: ModulePlan | None, placement: Placement) -> int | None:
     """The dimension of a module's weight that no rank cuts; None where it is not a mere product."""
+    # the others run their own code on the weight as it is
+    if plan is None or not (plan.projection or plan.style in ("rowwise", "vocab")):
+        return None
     cut = placement.dim if isinstance(placement, Shard | Rows) else 0
-    if isinstance(module, nn.Embedding):
-        return 1 if cut == 0 else None
-    product = type(module).forward is nn.Linear.forward
-    planned = plan is not None and (plan.projection or plan.style in ("rowwise", "vocab"))
-    return 1 - cut if product or planned else None
+    return None if isinstance(module, nn.Embedding) and cut else 1 - cut
 
 
 def _factor(
