@@ -153,14 +153,14 @@ class View(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(t, View) for t in _written(func, args, kwargs)):
+        if any(isinstance(t, View) for t in compat.written_by(func, args, kwargs)):
             raise RuntimeError(
                 f"{func}: this is a view of a parameter of which each rank holds rows that do not "
                 "follow each other, or that other ranks hold too; a write to it would be lost. "
                 "Change a copy of full_tensor() and load that, or change the parameter as a whole"
             )
         out = func(*tree_map(_unviewed, args), **tree_map(_unviewed, kwargs))
-        return _as_views(out) if _is_view(func) else out
+        return _as_views(out) if compat.is_view(func) else out
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
@@ -218,25 +218,10 @@ def _is_list_op(name: str) -> bool:
     return name.startswith(("_foreach_", "_amp_foreach_")) and name not in _WHOLE_LISTS | _NORMS
 
 
-def _is_view(func: Any) -> bool:
-    kinds = [r.alias_info for r in func._schema.returns]
-    return any(kind is not None and not kind.is_write for kind in kinds)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors that an op writes to."""
-    found = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += tree_leaves(given)
-    return found
-
-
 def _target(func: Any, args: Any, kwargs: Any) -> RowsTensor | None:
     """The tensor with whose rows a pointwise op may work, or None: it needs the whole tensors."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    targets = [t for t in _written(func, args, kwargs) if isinstance(t, torch.Tensor)]
+    targets = [t for t in compat.written_by(func, args, kwargs) if isinstance(t, torch.Tensor)]
     targets = targets or [t for t in tensors if isinstance(t, RowsTensor)]
     origin = targets[0]
     if not isinstance(origin, RowsTensor):
@@ -310,7 +295,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         return made
 
     args, kwargs = tree_map(whole, args), tree_map(whole, kwargs)
-    written = [t for t in _written(func, args, kwargs) if id(t) in wholes]
+    written = [t for t in compat.written_by(func, args, kwargs) if id(t) in wholes]
     out = func(*args, **kwargs)
     drawn = torch.Tag.nondeterministic_seeded in func.tags
     for t in written:
@@ -329,7 +314,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         return t
 
     out = tree_map(back, out)
-    return _as_views(out) if _is_view(func) and not written else out
+    return _as_views(out) if compat.is_view(func) and not written else out
 
 
 def _matched(t: Any, origin: Any) -> Any:
