@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,6 +61,7 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
         function, mesh, args = job
         try:
             torch.manual_seed(0)
+            torch._dynamo.reset()  # it counts over all jobs how often a function was compiled
             pipe.send((True, function(meshes[mesh], *args)))
         except Exception:
             pipe.send((False, traceback.format_exc()))

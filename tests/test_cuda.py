@@ -18,7 +18,7 @@ from tests.cuda import Context, Cuda, cuda_mesh, devices, fakes
 from tests.gpt import GPT
 from tests.models import hf
 from tpplan import api
-from tpplan.comm import Group, Site, Stream, Transition, collectives, conjugates, gradients, stream
+from tpplan.comm import Group, Site, Stream, Transition, collectives, conjugates, gradients, sharded
 from tpplan.comm import cross_entropy as sharded_loss
 from tpplan.comm.rows import scattered
 from tpplan.kernels import cross_entropy, embedding, gated, gelu, launch, norm, transition
@@ -118,11 +118,11 @@ def test_the_stream() -> None:
     with cuda_mesh(2) as mesh, fakes():
         whole = Stream(mesh, True, 1)
         context, local = Context(), torch.empty(3, 4, 6, device=HERE)
-        x = stream._ToGlobal.forward(context, local, whole, 7, 1)
-        assert devices(x.to_local(), stream._ToGlobal.backward(context, x)) == {HERE}
+        x = sharded._WholeOf.forward(context, local, whole.source, 7, 1)
+        assert devices(x.to_local(), sharded._WholeOf.backward(context, x)) == {HERE}
         context = Context()
-        local = stream._ToLocal.forward(context, x, whole)
-        back = stream._ToLocal.backward(context, local)[0]
+        local = sharded._RowsOf.forward(context, x, 4)
+        back = sharded._RowsOf.backward(context, local)[0]
         assert devices(local, back.to_local()) == {HERE}
 
 
@@ -266,7 +266,7 @@ def test_dropout_in_compiled_graphs_stays_on_the_device() -> None:
 
 
 def test_local_tensors_are_of_the_queue_that_a_forward_runs_on(cuda: Cuda) -> None:
-    with cuda_mesh(2) as mesh:
+    with cuda_mesh(2) as mesh, fakes():
         whole = Stream(mesh, False, 1)
     whole.moved()  # the first forward
     assert not whole.moved()

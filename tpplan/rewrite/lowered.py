@@ -127,11 +127,11 @@ class Lowered(nn.Module):
 
         For calls by the user, who gives each rank the same and wants the same of each.
         """
-        own = self._parameters
-        outer = {name: own[name] for name in self._tpplan.own.names}
-        for name, parameter in outer.items():
+        own, planned = self._parameters, self._tpplan.own
+        outer = {name: own[name] for name in planned.names}
+        for index, (name, parameter) in enumerate(outer.items()):
             if isinstance(parameter, DTensor):
-                own[name] = parameter.full_tensor()  # type: ignore[assignment]
+                own[name] = planned.whole(index, parameter)  # type: ignore[assignment]
         try:
             yield
         finally:

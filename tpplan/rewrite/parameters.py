@@ -162,11 +162,20 @@ class Own:
         due = {i: passing[i][2] if i in passing else self._kept[i] for i in outdated}
         for i, local in due.items():
             if local is None:
-                raise RuntimeError(
-                    f"{self.title(i)} is sharded by FSDP at this moment; call the module that "
-                    "fully_shard was applied to, or its unshard() first"
-                )
+                raise self._sharded_further(i)
         return [due.get(i, kept) for i, kept in enumerate(self._kept)]
+
+    def whole(self, index: int, parameter: DTensor) -> torch.Tensor:
+        """All of a parameter, of whose gradient each rank takes its own part."""
+        if compat.spec_of(parameter).mesh != self.specs[index].mesh:
+            raise self._sharded_further(index)
+        return parameter.full_tensor()
+
+    def _sharded_further(self, index: int) -> RuntimeError:
+        return RuntimeError(
+            f"{self.title(index)} is sharded by FSDP at this moment; call the module that "
+            "fully_shard was applied to, or its unshard() first"
+        )
 
     def title(self, index: int) -> str:
         """The name of a parameter, for messages."""
