@@ -18,8 +18,19 @@ from tests.cuda import Context, Cuda, cuda_mesh, devices, fakes
 from tests.gpt import GPT
 from tests.models import hf
 from tpplan import api
-from tpplan.comm import Group, Site, Stream, Transition, collectives, conjugates, gradients, sharded
+from tpplan.comm import (
+    Group,
+    Site,
+    Stream,
+    Transition,
+    agreement,
+    collectives,
+    conjugates,
+    gradients,
+    sharded,
+)
 from tpplan.comm import cross_entropy as sharded_loss
+from tpplan.comm.randomness import Randomness
 from tpplan.comm.rows import scattered
 from tpplan.kernels import cross_entropy, embedding, gated, gelu, launch, norm, transition
 from tpplan.layout import Rows
@@ -124,6 +135,19 @@ def test_the_stream() -> None:
         local = sharded._RowsOf.forward(context, x, 4)
         back = sharded._RowsOf.backward(context, local)[0]
         assert devices(local, back.to_local()) == {HERE}
+
+
+def test_ranks_are_compared_on_the_device(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the inputs lie; never while a CUDA graph is captured."""
+    with cuda_mesh(2) as mesh:
+        group, randomness = Group.of(mesh), Randomness(0, "cuda")
+        with fakes():
+            inputs = [torch.empty(3, 4, device=device) for device in (HERE, "cpu")]
+            mine = agreement._fingerprints(inputs, group, "cuda", randomness)
+            assert devices(mine) == {HERE}
+            assert devices(collectives.all_gather(mine, 0, 2, group, SITE)) == {HERE}
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        agreement.require_same_inputs({"ids": torch.zeros(3)}, group, SITE, "cuda", randomness)
 
 
 def test_summed_gradients() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import tpplan
 from tests.planner.helpers import INNER, WIDTH, Layer, Stack, plan, refused, stream, wrong
+from tpplan.planner import products
 
 
 class Shifted(nn.Linear):
@@ -105,9 +106,11 @@ def test_products_by_other_means(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Same, Transposed, Rounded])
-def test_large_ones_are_run_narrow(kind: Any) -> None:
+def test_large_ones_are_run_narrow(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_SMALL", WIDTH * INNER // 4)
+    monkeypatch.setattr(products, "_LARGE", WIDTH * INNER // 2)
     with torch.device("meta"):
-        model = Stack(lambda i: Of(kind, 2**22), 1)
+        model = Stack(lambda i: Of(kind), 1)
     inputs = stream(dtype=torch.float32)
     if kind is not Rounded:
         assert tpplan.check(model, plan({}), 2, False, inputs=inputs)

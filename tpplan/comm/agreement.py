@@ -68,13 +68,10 @@ def require_same_inputs(
     tensors = list(_compared(inputs))
     if compat.fakes_are_made() or any(t.is_meta for t in tensors):
         return
+    if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return  # whose graph reads nothing back
     with torch.no_grad():
-        batch = torch.full((), len(tensors), dtype=torch.long, device=device_type)
-        for t in tensors:  # in their order: what two of them swap is noticed
-            batch = batch * _FIRST + _fingerprint(t, group).to(device_type)
-        position = 0 if randomness is None else randomness.fingerprint()
-        random = torch.full((), position, dtype=torch.long, device=device_type)
-        mine = torch.stack([batch, random]).reshape(1, 2)
+        mine = _fingerprints(tensors, group, device_type, randomness)
         everybody = all_gather(mine, 0, group.size, group, site).tolist()
     other = _first_other([batch for batch, _ in everybody])
     if other is not None:
@@ -114,6 +111,19 @@ def _compared(inputs: Any, listed: bool = False) -> Iterator[torch.Tensor]:
     elif isinstance(inputs, list | tuple):
         for value in inputs:
             yield from _compared(value, listed=True)
+
+
+def _fingerprints(
+    tensors: list[torch.Tensor], group: Group, device_type: str, randomness: Randomness | None
+) -> torch.Tensor:
+    """(1, 2) numbers of this rank, on the device it sends from: of its inputs, of its place in
+    the random sequence."""
+    batch = torch.full((), len(tensors), dtype=torch.long, device=device_type)
+    for t in tensors:  # in their order: what two of them swap is noticed
+        batch = batch * _FIRST + _fingerprint(t, group).to(device_type)
+    position = 0 if randomness is None else randomness.fingerprint()
+    random = torch.full((), position, dtype=torch.long, device=device_type)
+    return torch.stack([batch, random]).reshape(1, 2)
 
 
 def _fingerprint(tensor: torch.Tensor, group: Group) -> torch.Tensor:
