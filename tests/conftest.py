@@ -34,11 +34,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tp 2 and 4 in both modes, a test that has all four takes one.
+    """Of tp 2 and 4 in both modes, a test that has all four takes one, or rests.
 
     Such tests take most of the suite's time, and what they prove in one combination rarely fails
-    in another. Each goes through all four in four days (see tests/thorough.py). Of a matrix of
-    such tests only a quarter is taken, another one every four days.
+    in another. Each goes through all four in four days (see tests/thorough.py), and so does one of
+    two at a time; of a matrix of such tests one of four.
     """
     if THOROUGH:
         return
@@ -51,10 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     offsets = random.Random(0)
     left = set()
     for ways in tests.values():
-        taken, quarter = turn(offsets.randrange(4)), turn(offsets.randrange(4), days=4)
+        taken, offset = turn(offsets.randrange(4)), offsets.randrange(4)
         if len(ways) < 4:
             continue  # someone asks for them by name
-        rests = quarter != 0 and ways[0].get_closest_marker("matrix") is not None
+        groups = 4 if ways[0].get_closest_marker("matrix") is not None else 2
+        rests = len(tests) > 1 and turn(offset, groups, days=4) != 0
         left |= {item for item in ways if rests or _combination(item) != taken}
     items[:] = [item for item in items if item not in left]
     config.hook.pytest_deselected(items=list(left))

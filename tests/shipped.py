@@ -35,6 +35,14 @@ def listed() -> list[str]:
     return [label for label in zoo.makers() if class_of(label) in plans()]
 
 
+def one_in_two() -> list[str]:
+    """Of the models of every plan each second one, the others the next day; at least one."""
+    of: dict[str, list[str]] = {}
+    for label in listed():
+        of.setdefault(plans()[class_of(label)].name, []).append(label)
+    return [label for labels in of.values() for label in labels[turn(0, 2) :: 2] or labels]
+
+
 def in_turn(labels: list[str]) -> list[tuple[str, int, bool]]:
     """Model, tp, sequence parallelism: one of the four ways for each, or all of them."""
     chosen = []

@@ -50,12 +50,12 @@ DEEP: dict[str, dict[str, Any]] = {
 }
 
 
-# in a run of the suite every second kind, in one mode
+# in a run of the suite every fourth kind, in one mode
 IN_TURN = [
     (kind, sp)
     for index, kind in enumerate(DEEP)
     for sp in (False, True)
-    if THOROUGH or turn(index) == 2 * sp
+    if THOROUGH or turn(index, 8) == 4 * sp
 ]
 
 
