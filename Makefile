@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test thorough zoo random faults check aot bench resolve clean
+.PHONY: demo test thorough coverage zoo random faults check aot bench resolve clean
 
 demo: $(READY)
 	$(BIN)/tpplan dry-run llama.yaml --model benchmarks/configs/llama-3.1-8b.json --tp 8 --batch 1 --seq 8192
@@ -23,6 +23,13 @@ test: $(READY)
 # every test in every way: tp 2 and 4, TP and TP+SP, ...; `test` takes them in turn
 thorough: $(READY)
 	TPPLAN_TESTS=all TPPLAN_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+# which lines of the package no test reaches
+coverage: $(READY)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
 
 # every shipped plan on every model of its family, at tp 2 and 4, TP and TP+SP: proved, and what
 # a dry run predicts
@@ -75,4 +82,4 @@ $(TRITON): | $(READY)
 	mv $@.new $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
