@@ -51,7 +51,6 @@ __all__ = [
     "is_composite",
     "is_fake",
     "is_held_elsewhere",
-    "is_symbolic",
     "is_traced",
     "is_view",
     "kept_by_fsdp",
@@ -68,6 +67,7 @@ __all__ = [
     "shards_of",
     "simulate",
     "spec_of",
+    "tracer",
     "unflattened",
     "unfused",
     "unobserved",
@@ -269,9 +269,14 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return fake_tensor.is_fake(tensor)
 
 
-def is_symbolic() -> bool:
-    """Whether torch.fx traces now, on proxies instead of tensors."""
-    return torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+def tracer(sharded: bool) -> str | None:
+    """Who records this forward in a form that holds no collectives, or no ``sharded`` tensors."""
+    if torch.fx._symbolic_trace.is_fx_symbolic_tracing():
+        return "torch.fx"
+    if torch.jit.is_tracing():
+        return "torch.jit"
+    exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return "torch.export without strict=True" if sharded and exports else None
 
 
 def is_traced() -> bool:

@@ -132,7 +132,7 @@ FAULTS = (
     # comm: layouts, loss, stream, randomness
     Fault("rows of another rank are cut out", "layout:Rows.take", to.next_rank, "packed"),
     Fault("rows are put together in another order", "layout:Rows.put", to.put_reversed, "packed"),
-    Fault("KV head by rank modulo heads", "layout:_units", to.rank_modulo, "shared heads"),
+    Fault("KV head by rank modulo heads", "layout:_units", to.rank_modulo, "two heads shared"),
     Fault(
         "the largest logit of each rank alone",
         "comm.cross_entropy:all_reduce",

@@ -172,6 +172,7 @@ TRIALS: Mapping[str, Trial] = {
     "gpt sp": Trial(_of(_GPT), 2, True),
     "packed": Trial(_of(_PACKED), 2, True),
     "shared heads": Trial(_of(replace(_GPT, kv="one", head="tied")), 4, True),
+    "two heads shared": Trial(_of(_GPT), 4, False),
     "loss": Trial(_of(replace(_GPT, output="loss, dict")), 2, False),
     "together": Trial(_of(_TOGETHER), 4, False),
     "bare sp": Trial(_of(Recipe(entry="bare", final_norm=False)), 2, True),

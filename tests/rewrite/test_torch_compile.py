@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpplan
-from tests.compare import Errors, beyond, step
+from tests.compare import Errors, beyond, error, full, step
 from tests.models import hf, token_ids
 from tests.ranks import Ranks
 
@@ -35,3 +35,24 @@ def compiled(mesh: DeviceMesh, sequence_parallel: bool, warm: bool) -> Errors:
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
 def test_fullgraph(ranks: Ranks, sequence_parallel: bool, warm: bool) -> None:
     assert beyond(ranks.run(2, compiled, sequence_parallel, warm)) == {}
+
+
+def exported(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
+    """What ``torch.export`` makes of each rank, run in the place of the model."""
+    reference = hf(use_cache=False)
+    model = copy.deepcopy(reference)
+    tpplan.parallelize(model, "llama.yaml", mesh, sequence_parallel=sequence_parallel, prove=False)
+    ids, others = token_ids(2, 16, 0), token_ids(2, 16, 1)
+    if sequence_parallel:
+        with pytest.raises(RuntimeError, match="torch.export without strict=True records no coll"):
+            torch.export.export(model, (ids,))
+    with pytest.raises(RuntimeError, match=r"torch\.jit records no collectives"):
+        torch.jit.trace(model, ids, check_trace=False)
+    program = torch.export.export(model, (ids,), strict=sequence_parallel).module()
+    with torch.no_grad():
+        return {"logits": error(reference(others).logits, full(program(others).logits))}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
+def test_exported(ranks: Ranks, sequence_parallel: bool) -> None:
+    assert beyond(ranks.run(2, exported, sequence_parallel)) == {}

@@ -80,9 +80,10 @@ class Container(Lowered):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
-        if compat.is_symbolic():
+        tracer = compat.tracer(state.stream.sequence_parallel)
+        if tracer is not None:
             raise RuntimeError(
-                f"{state.plan.path or 'the model'}: torch.fx records no collectives, so a model "
+                f"{state.plan.path or 'the model'}: {tracer} records no collectives, so a model "
                 "that is sharded cannot be traced; trace it before tpplan.parallelize"
             )
         if state.stream.shared is not None:
