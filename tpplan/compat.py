@@ -273,7 +273,7 @@ def tracer(sharded: bool) -> str | None:
     """Who records this forward in a form that holds no collectives, or no ``sharded`` tensors."""
     if torch.fx._symbolic_trace.is_fx_symbolic_tracing():
         return "torch.fx"
-    if torch.jit.is_tracing():
+    if torch._C._get_tracing_state() is not None:
         return "torch.jit"
     exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     return "torch.export without strict=True" if sharded and exports else None

@@ -226,9 +226,9 @@ def bias_before_sum(real: Any) -> Any:
 def one_forgotten(real: Any) -> Any:
     def forward(self: Any, input: Any) -> Any:
         out = real(self, input)
-        plan = self._tpplan.plan
-        if plan.path != plan.together[-1]:
-            self._tpplan.stream.shared.pop(plan.together, None)
+        parts = self._tpplan.stream.parts
+        if parts is not None:
+            parts.kept.pop(self._tpplan.plan.together, None)
         return out
 
     return forward

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tpplan
 from benchmarks.faults.planted import FAULTS, Fault
-from benchmarks.faults.trials import TRIALS, Trial
+from benchmarks.faults.trials import TRIALS, Trial, planned
 from benchmarks.random_models.judge import (
     EXAMPLE,
     RIGHT,
@@ -74,7 +74,8 @@ def verified(mesh: DeviceMesh, case: Case, tp: int, sequence_parallel: bool) -> 
 
 def looked_at(pool: Pool, trial: Trial) -> Iterator[tuple[str, Verdict]]:
     """What each check says of a trial, one after the other."""
-    (said,) = pool.answers(1, (refusal, trial.tp, trial.case, trial.tp, trial.sequence_parallel))
+    told = planned if trial.guard == "planner" else refusal
+    (said,) = pool.answers(1, (told, trial.tp, trial.case, trial.tp, trial.sequence_parallel))
     yield "compile", said or Verdict(RIGHT)
     if trial.expected != RIGHT:
         return

@@ -23,19 +23,36 @@ from benchmarks.random_models.judge import (
 )
 from benchmarks.random_models.model import Case, case_of
 from benchmarks.random_models.recipe import Recipe, settled
+from tpplan.planner import compile_plan
 
 Check = Callable[[DeviceMesh, Case, bool], Verdict]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A model, the ranks and the mode it runs in, how it is looked at, and what must be seen."""
+    """A model, the ranks and the mode it runs in, how it is looked at, and what must be seen.
+
+    Attributes:
+        guard: who must refuse it; what the planner alone refuses, the proof may refuse as well.
+    """
 
     case: Case
     tp: int
     sequence_parallel: bool
     check: Check = judge
     expected: str = "right"
+    guard: str = "proof"
+
+
+def planned(mesh: DeviceMesh, case: Case, tp: int, sequence_parallel: bool) -> Verdict | None:
+    """What the planner alone refuses of a case."""
+    model, space = built(case)
+    example = inputs(case, space, *EXAMPLE, False)
+    try:
+        compile_plan(model, plan_of(case), tp, sequence_parallel, inputs=example)
+    except tpplan.PlanError as error:
+        return Verdict("refused", str(error).splitlines()[0])
+    return None
 
 
 def masks(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
@@ -79,7 +96,13 @@ def batches(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
 
 
 def float32(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
-    """As ``judge``, in the precision that fused kernels take."""
+    """As ``judge``, in the precision that fused kernels take, which must be in their places."""
+    model, space = built(case)
+    example = inputs(case, space, *EXAMPLE, False)
+    plan = compile_plan(model, plan_of(case), mesh.size(), sequence_parallel, inputs=example)
+    fused = {m.kernel.kind for m in plan.modules.values() if m.kernel and m.kernel.form}
+    if not {"rms_norm", "swiglu"} <= fused:
+        return Verdict("wrong", f"no kernel but of {', '.join(fused) or 'no kind'} is used")
     return judge(mesh, case, sequence_parallel, double=False)
 
 
@@ -150,7 +173,7 @@ _GPT = Recipe(
 )  # fmt: skip
 _PACKED = Recipe(packing="qkv", bias="alibi", core="masked sdpa", merge="width", qkv_bias=True)
 _TOGETHER = Recipe(order="parallel", qk_norm="width", out_bias=True)
-_FUSED = Recipe(norm="own RMS", mlp="gated", activation="silu", mlp_bias=False, kv="half")
+_FUSED = Recipe(norm="RMSNorm", mlp="gated", activation="silu", mlp_bias=False, kv="half")
 
 
 def _of(r: Recipe) -> Case:
@@ -187,14 +210,15 @@ TRIALS: Mapping[str, Trial] = {
         _of(Recipe(habit="unit columns in training")), 2, False, expected="refused"
     ),
     "mixed positions": Trial(
-        _of(Recipe(habit="positions shifted")), 2, True, expected="refused"
+        _of(Recipe(habit="positions shifted")), 2, True, expected="refused", guard="planner"
     ),
     "unmentioned": Trial(
-        _edited(Recipe(), "  embed_tokens: vocab\n", ""), 2, False, expected="refused"
+        _edited(Recipe(), "  embed_tokens: vocab\n", ""),
+        2, False, expected="refused", guard="planner",
     ),
     "tied apart": Trial(
         _edited(Recipe(head="tied"), "lm_head: vocab", "lm_head: replicate"),
-        2, False, expected="refused",
+        2, False, expected="refused", guard="planner",
     ),
 }  # fmt: skip
 """All trials, by name."""
