@@ -6,7 +6,9 @@ import contextlib
 import functools
 import gc
 import types
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -15,6 +17,8 @@ from tpplan.compat import is_fake
 _Cache = functools._lru_cache_wrapper
 _PASSED = (type, types.ModuleType, types.FunctionType, types.CodeType, str, bytes, int, float)
 _DEPTH = 6
+# how often each cache had been asked when it was last looked into
+_asked: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -29,9 +33,13 @@ def no_fakes_kept(foreign: Callable[[torch.Tensor], bool] = is_fake) -> Iterator
     try:
         yield
     finally:
-        for cache in [thing for thing in gc.get_objects() if type(thing) is _Cache]:
+        for cache in [thing for thing in gc.get_referrers(_Cache) if type(thing) is _Cache]:
+            # there are hundreds of them, of which a model's code asks few
+            if _asked.get(cache) == cache.cache_info():
+                continue
             if _holds(cache, foreign):
                 cache.cache_clear()
+            _asked[cache] = cache.cache_info()
 
 
 def _holds(cache: object, foreign: Callable[[torch.Tensor], bool]) -> bool:

@@ -181,7 +181,7 @@ class _Compiler:
             if len(names) > 1
             for name in names
         }
-        infer.require_called(self.trace, self.styles, {*tied, *self.lists})
+        infer.require_called(self.trace, self.matches.modules, {*tied, *self.lists})
         self.sizes.orient(self.trace)
         return drawing
 

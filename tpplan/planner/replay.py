@@ -27,6 +27,7 @@ from tpplan.planner.compiled import Argument, Element, ModulePlan
 from tpplan.planner.geometry import attribute
 from tpplan.planner.likeness import identity, shared_tensors
 from tpplan.planner.match import folded
+from tpplan.planner.results import with_at
 from tpplan.planner.twins import buffer_like, without_hooks
 
 _LARGE = 2**22
@@ -165,17 +166,11 @@ class _Replay:
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             last: Any = self._last.get(key)
-            # what gives the stream in a mapping, say, is run
-            if not skipped or (element.output is None and not isinstance(last, torch.Tensor)):
+            if not skipped:
                 self._last[key] = original(*args, **kwargs)
                 return self._last[key]
             # what one like it gave beside the stream serves here as well
-            stream = taken(element.argument, args, kwargs)
-            if element.output is None:
-                return stream
-            items = list(last)
-            items[element.output] = stream
-            return type(last)(items)
+            return with_at(last, element.output, taken(element.argument, args, kwargs))
 
         return forward
 
