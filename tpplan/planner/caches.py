@@ -18,7 +18,7 @@ _Cache = functools._lru_cache_wrapper
 _PASSED = (type, types.ModuleType, types.FunctionType, types.CodeType, str, bytes, int, float)
 _DEPTH = 6
 # how often each cache had been asked when it was last looked into
-_asked: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_asked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
