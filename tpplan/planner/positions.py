@@ -21,7 +21,7 @@ def acts_on_each(op: Op, trace: Trace, streams: Set[int], rows: Sequence[int], d
         rows: the stream's dimensions up to that of the sequence; dim: that dimension.
     """
     tensors = {*op.inputs, *op.outputs}
-    ours = sorted(streams.intersection(op.inputs))
+    ours = sorted(set(op.inputs).intersection(streams))
     tokens = math.prod(rows)
     shapes = {n: trace.shapes[n] for n in tensors}
     aligned = all(
