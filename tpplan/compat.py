@@ -70,6 +70,7 @@ __all__ = [
     "tracer",
     "unflattened",
     "unfused",
+    "unmoded",
     "unobserved",
     "without_fakes",
     "written_by",
@@ -143,6 +144,11 @@ def set_hooks(leaf: torch.Tensor, hooks: tuple[Any, Any]) -> None:
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that tensors have in common whose values lie in the same memory."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def unmoded() -> contextlib.AbstractContextManager[None]:
+    """Within it, no mode sees torch's functions."""
+    return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
 
 
 def is_held_elsewhere(gradient: torch.Tensor) -> bool:

@@ -138,7 +138,7 @@ def judge(mesh: DeviceMesh, case: Case, sequence_parallel: bool, double: bool = 
             where = f"{'training' if training else 'evaluation'}, {batch} x {length}"
             return Verdict("wrong", f"{len(wrong)} differ ({where})", f"{where}: {said}"[:2000])
         for module in (model, reference):
-            _train(module)
+            _train(module, 1e-3 / max(1.0, _largest(theirs)))
     return _state(reference, model, tolerance) or Verdict(RIGHT)
 
 
@@ -172,16 +172,22 @@ def _run(model: nn.Module, given: dict[str, Any], seed: int) -> dict[str, torch.
     return found
 
 
-def _train(model: nn.Module) -> None:
+def _train(model: nn.Module, rate: float) -> None:
     """A step of gradient descent: the next run is one of other weights."""
     with torch.no_grad():
         for p in model.parameters():
             if p.grad is not None:
-                p.sub_(1e-3 * p.grad)
+                p.sub_(rate * p.grad)
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def _largest(run: Mapping[str, torch.Tensor | None]) -> float:
+    """Of all gradients."""
+    gradients = [t for name, t in run.items() if name.startswith("grad") and t is not None]
+    return max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
 
 
 def differences(
@@ -194,8 +200,7 @@ def differences(
     A gradient's error is measured by its largest value, or by a thousandth of the largest of all:
     some true gradients are zero.
     """
-    gradients = [t for name, t in theirs.items() if name.startswith("grad") and t is not None]
-    largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
+    largest = _largest(theirs)
     found = {}
     for name in dict.fromkeys((*theirs, *ours)):
         a, b = theirs.get(name), ours.get(name)

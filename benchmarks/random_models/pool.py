@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -36,6 +37,8 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
+    gc.collect()
+    gc.freeze()  # what no case has made is not looked through for each
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -70,7 +73,7 @@ class Pool:
 
     def _start(self) -> None:
         context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torch.distributed.tensor"])
+        context.set_forkserver_preload([__name__, "tpplan.api", "torch._dynamo"])
         store = tempfile.mktemp(dir=self._folder.name)
         self._pipes: list[Any] = []
         self._processes: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -206,3 +207,30 @@ def test_kernels_that_there_are_not() -> None:
         compiled(model, "llama.yaml", {"rms_nrom": "triton"})
     with pytest.raises(PlanError, match="no implementation 'cuda'"):
         compiled(model, "llama.yaml", "cuda")
+
+
+class Remembering(nn.Module):
+    """An MLP whose code writes to what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.register_buffer("mean", torch.ones(()))
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.fc(x).relu()
+        self.seen.append(len(self.seen))
+        self.mean.mul_(0.5).add_(0.5 * y.detach().abs().mean())  # type: ignore[operator]
+        return x + self.out(y / self.mean)
+
+
+def test_looking_for_kernels_writes_nothing_to_the_model() -> None:
+    model = nn.Sequential(Remembering(), Remembering())
+    plan = {"tpplan": 1, "rules": {"*.fc": "colwise", "*.out": "rowwise"}}
+    with contextlib.suppress(tpplan.PlanError):
+        tpplan.check(model, plan, 2, False, inputs=torch.randn(2, 8, 16))
+    for layer in model:
+        assert isinstance(layer, Remembering)
+        assert layer.seen == []
+        assert float(layer.mean) == 1.0  # type: ignore[arg-type]

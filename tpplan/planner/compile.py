@@ -181,7 +181,7 @@ class _Compiler:
             if len(names) > 1
             for name in names
         }
-        infer.require_called(self.trace, self.styles, {*tied, *self.lists})
+        infer.require_called(self.trace, self.matches.modules, {*tied, *self.lists})
         self.sizes.orient(self.trace)
         return drawing
 
@@ -428,11 +428,13 @@ class _Compiler:
         (weight,) = (p for p in self.model.get_submodule(path).parameters())
         width = int(weight.shape[0])
         call = next(c for c in self.trace.calls if c.path == path)
+        # not of each head by itself, which has all of the columns that it needs
+        shapes, (given, *_) = self.trace.shapes, call.arguments
+        made = {c.path: shapes[c.outputs[0]] for c in self.trace.calls if c.outputs}
         for source in infer.sources(self.trace, call, self.styles):
-            if source in self.sizes.columns:
-                parts, _, _ = self.sizes.geometry.parts_of(source)
-                if width in (sum(part.size for part in parts), *(part.size for part in parts)):
-                    return WidthNorm(width, finding.eps, finding.offset)
+            columns = source in self.sizes.columns and len(made[source]) == len(shapes[given])
+            if columns and shapes[given][-1] == width:
+                return WidthNorm(width, finding.eps, finding.offset)
         return None
 
     def heads_of(self, path: str) -> int:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tpplan.language import FrozenMap, Plan, Rule
 from tpplan.layout import Rows
 from tpplan.planner.forms import KernelChoice
+from tpplan.planner.results import Place
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,12 @@ class Element:
 
     Attributes:
         argument: the argument that carries the stream.
-        output: its place in a tuple of outputs, None where the output is the stream itself.
-        others: arguments of as many rows that may be of a sharded stream as well.
+        output: where the stream is in what the element gives.
+        others: arguments whose rows meet those of the stream, and go local with it.
     """
 
     argument: Argument
-    output: int | None
+    output: Place
     others: tuple[Argument, ...] = ()
 
 

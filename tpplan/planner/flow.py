@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from tpplan.language import Rule
 from tpplan.planner.compiled import Boundary, Element
 from tpplan.planner.infer import KEEPING, VIEWS, sources
+from tpplan.planner.positions import acts_on_each
 from tpplan.planner.trace import Call, Op, Trace
 
 
@@ -167,8 +168,8 @@ class _Walk:
                 self.flow.flattened.append(call.path)
         if call.path in self.elements:
             number = self._argument(call, self.elements[call.path].argument.name)
-            if number is not None:
-                self.stream.add(number)
+            beside = (self._argument(call, a.name) for a in self.elements[call.path].others)
+            self.stream.update(n for n in (number, *beside) if n is not None)
         for boundary in self.boundaries.get(call.path, ()) if around is not None else ():
             name = boundary.arguments[0].name
             number = self._argument(call, name)
@@ -204,11 +205,14 @@ class _Walk:
             self.stream.update(call.outputs[:1])
         if style == "sequence_parallel":
             self.stream.update(n for n in call.outputs if n not in self.region)
-        if call.path in self.elements and call.outputs:
-            if call.outputs[0] in self.region:
+        element = self.elements.get(call.path)
+        given = None if element is None else call.output_at(element.output)
+        if given is not None:
+            if given in self.region:
                 self.flow.unreduced.append(call.path)
-            self.stream.add(call.outputs[0])
-            if any(n in self.stream and n in self.trace.floating for n in call.outputs[1:]):
+            self.stream.add(given)
+            others = (n for n in call.outputs if n != given and n in self.trace.floating)
+            if any(n in self.stream for n in others):
                 self.flow.escaping.append(call.path)
         if call.parent is None:
             if call.outputs and call.outputs[0] in self.region:
@@ -300,7 +304,12 @@ class _Walk:
             return  # tokens without their batch, and back
         rows = {self.trace.shapes[n][: self.dim + 1] for n in streams}
         kept = {self.trace.shapes[n][: self.dim + 1] for n in op.outputs} == rows
-        if not kept or not (op.pointwise or name in KEEPING or name in VIEWS):
+        if kept and (op.pointwise or name in KEEPING or name in VIEWS):
+            return
+        element = next(c for c in around if c.path in self.elements)
+        number = self._argument(element, self.elements[element.path].argument.name)
+        shape = () if number is None else self.trace.shapes[number][: self.dim + 1]
+        if not acts_on_each(op, self.trace, self.stream, shape, self.dim):
             self.flow.along.setdefault(around[0].path, name)
 
     def note_rows(self, op: Op, around: list[Call]) -> None:

@@ -121,6 +121,10 @@ def _reaching(
     stand_ins = {name: _StandIn(width, n) for n, name in enumerate(first)}
     end = stand_ins[last] = _StandIn(_WIDTH, len(first))
     twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, list | dict | set):  # what its code writes is the copy's
+            object.__setattr__(twin, name, copy.copy(value))
+    twin._buffers = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
     try:
         twin._modules = {
             name: stand_ins.get(name) or copy.deepcopy(child)

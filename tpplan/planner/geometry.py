@@ -62,12 +62,14 @@ class Geometry:
                     self.groups[group] = self._heads(group)
 
     def _view(self, path: str, dims: tuple[int, ...]) -> tuple[int, int]:
-        """The count and the width of heads in a view, which may have the packed parts first."""
+        """The count and the width of heads in a view, which may have the packed parts in it."""
         packed = self.rules[path].options.get("packed")
-        if len(dims) > 2 and isinstance(packed, Mapping):
-            parts: Sequence[str] = packed["parts"]
-            if dims[0] == len(parts) and packed.get("repeat", 1) == 1:
-                return dims[1], dims[-1]
+        parts: Sequence[str] = packed["parts"] if isinstance(packed, Mapping) else ()
+        repeat = packed.get("repeat", 1) if isinstance(packed, Mapping) else 1
+        if len(dims) > 2 and dims[0] == len(parts) and repeat == 1:
+            return dims[1], dims[-1]
+        if len(dims) == 2 and repeat == "heads":  # the parts of each head, side by side
+            return dims[0], dims[-1] // len(parts)
         return dims[0], dims[-1]
 
     def group_of(self, path: str) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from tpplan.language import Diagnostic, Pattern, PlanError
+from tpplan.language import Diagnostic, Pattern, PlanError, Rule
 from tpplan.planner.compiled import Argument, Boundary, Element
+from tpplan.planner.match import fold
+from tpplan.planner.results import Place
 from tpplan.planner.trace import Call, Trace
 
 VIEWS = frozenset({"view", "_unsafe_view", "reshape", "unflatten", "unsqueeze", "squeeze"})
@@ -151,10 +153,11 @@ def find_elements(
         call = called.get(path)
         if call is None:
             continue
-        stream = _stream_of(trace, call)
-        if stream is not None:
-            output = 0 if call.output_is_tuple else None
-            elements[path] = Element(stream, output, _others(trace, call, stream, entering))
+        found = _stream_of(trace, call)
+        if found is not None:
+            stream, output = found
+            others = _others(trace, call, stream, entering, styles, multihead)
+            elements[path] = Element(stream, output, others)
     return elements
 
 
@@ -167,28 +170,71 @@ def _stacked(path: str) -> str:
     return ""
 
 
-def _others(trace: Trace, call: Call, stream: Argument, entering: set[int]) -> tuple[Argument, ...]:
-    """Arguments of as many rows as the stream, such as an embedding of the tokens for every layer.
+def _others(
+    trace: Trace,
+    call: Call,
+    stream: Argument,
+    entering: set[int],
+    styles: Mapping[str, str],
+    multihead: Set[str],
+) -> tuple[Argument, ...]:
+    """Arguments whose rows meet those of the stream, as an embedding of the tokens in every layer.
 
-    What enters a sharded region is left out: that is gathered where it enters.
+    What enters a sharded region is left out: that is gathered where it enters. So is what meets
+    sharded activations (angles, masks), whose rows are all of the sequence.
     """
     number = next(n for n, names in call.arguments.items() if stream in names)
     rows = trace.shapes[number][:-1]
     # the first layer may be given the stream under several names
     others = [name for name in call.arguments[number] if name != stream]
     for other, names in call.arguments.items():
-        if other not in entering and other in trace.floating and other != number:
-            others += names[:1] if trace.shapes[other][: len(rows)] == rows else ()
+        alike = other != number and trace.shapes[other][: len(rows)] == rows
+        if (
+            alike
+            and other not in entering
+            and _meets(trace, call, other, number, styles, multihead)
+        ):
+            others += names[:1]
     return tuple(others)
 
 
-def _stream_of(trace: Trace, call: Call) -> Argument | None:
-    if not call.outputs:
-        return None
-    shape = trace.shapes[call.outputs[0]]
-    for number, arguments in call.arguments.items():
-        if number in trace.floating and trace.shapes[number] == shape:
-            return arguments[0]
+def _meets(
+    trace: Trace,
+    call: Call,
+    other: int,
+    stream: int,
+    styles: Mapping[str, str],
+    multihead: Set[str],
+) -> bool:
+    """Whether what becomes of a tensor in an element meets the stream, and not its columns."""
+    apart, streams, columns = {other}, {stream}, set[int]()
+    met = False
+    for op in trace.ops[call.first_op : call.last_op]:
+        around = {c.path for c in trace.ancestors(op.call)}
+        within = {styles.get(path) for path in around}
+        whole = not around.isdisjoint(multihead)
+        cut = "colwise" in within or not columns.isdisjoint(op.inputs)
+        if (cut or whole) and not apart.isdisjoint(op.inputs):
+            return False
+        if "rowwise" in within or whole:
+            streams.update(op.outputs)
+        elif cut:
+            columns.update(op.outputs)
+        elif not streams.isdisjoint(op.inputs):
+            met = met or not apart.isdisjoint(op.inputs)
+            streams.update(op.outputs)
+        elif not apart.isdisjoint(op.inputs):
+            apart.update(op.outputs)
+    return met
+
+
+def _stream_of(trace: Trace, call: Call) -> tuple[Argument, Place] | None:
+    """The argument that comes out in the same shape, and where: the first such tensor."""
+    for out, place in zip(call.outputs, call.places, strict=True):
+        for number, arguments in call.arguments.items():
+            same = trace.shapes[number] == trace.shapes[out]
+            if place is not None and same and {number, out} <= trace.floating:
+                return arguments[0], place
     return None
 
 
@@ -256,19 +302,23 @@ def sources(trace: Trace, call: Call, styles: Mapping[str, str]) -> list[str]:
     return [path for path in dict.fromkeys(c.path for c in trace.calls) if path in found]
 
 
-def require_called(trace: Trace, styles: Mapping[str, str], tied: Set[str]) -> None:
+def require_called(trace: Trace, rules: Mapping[str, Rule], tied: Set[str]) -> None:
     """Refuse what cannot be inferred: a sharded module that the traced forward never called.
 
     Args:
         tied: modules that share their parameters with others, and may only hold them.
     """
-    called = {c.path for c in trace.calls}
-    silent = [
-        p
-        for p, s in styles.items()
-        if s in ("colwise", "rowwise", "vocab") and p not in called and p not in tied
-    ]
+    called = {c.path for c in trace.calls} | tied
+    silent: dict[str, list[str]] = {}
+    for path, rule in rules.items():
+        if rule.style in ("colwise", "rowwise", "vocab") and path not in called:
+            silent.setdefault(rule.pattern.text, []).append(path)
+    message = "was not called in the forward pass that was traced"
+    hint = "give inputs= with which the model calls it, or leave it out of the plan"
     if silent:
-        message = f"{silent[0]} was not called in the forward pass that was traced"
-        hint = "give inputs= with which the model calls it, or leave it out of the plan"
-        raise PlanError([Diagnostic(message, hint=hint)])
+        raise PlanError(
+            [
+                Diagnostic(f"{fold(paths)}: {message}", rules[paths[0]].position, hint)
+                for paths in silent.values()
+            ]
+        )

@@ -27,9 +27,10 @@ from tpplan.planner.compiled import Argument, Element, ModulePlan
 from tpplan.planner.geometry import attribute
 from tpplan.planner.likeness import identity, shared_tensors
 from tpplan.planner.match import folded
+from tpplan.planner.results import with_at
 from tpplan.planner.twins import buffer_like, without_hooks
 
-_LARGE = 2**22
+_LARGE, _SMALL = 2**22, 2**16
 _TOLERANCE = 1e-4
 
 
@@ -113,7 +114,8 @@ class _Replay:
         self.running: list[str] = []
         # modules on sharded columns or heads, which are run on the rank's part
         self.inner: list[str] = []
-        self.model = _stand_in(model, {p for p in plans if self._answers(model, p)})
+        self.answering = {path for path in plans if self._answers(model, path)}
+        self.model = _stand_in(model, self.answering)
         for path, module in self.model.named_modules():
             self._watch(path, module)
         self._last: dict[Hashable, Any] = {}
@@ -136,7 +138,7 @@ class _Replay:
                 self.inner += [] if plan.norm else [path]
             elif plan.multihead:
                 module.forward = self._multihead(path)  # type: ignore[method-assign]
-            elif any(p is not None and p.is_meta for p in module._parameters.values()):
+            elif path in self.answering and module._parameters:
                 module.forward = self._oracle(path, module, plan)  # type: ignore[method-assign]
             elif plan.head_inputs:
                 module.forward = self._with_heads(plan, original)  # type: ignore[method-assign]
@@ -165,17 +167,11 @@ class _Replay:
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             last: Any = self._last.get(key)
-            # what gives the stream in a mapping, say, is run
-            if not skipped or (element.output is None and not isinstance(last, torch.Tensor)):
+            if not skipped:
                 self._last[key] = original(*args, **kwargs)
                 return self._last[key]
             # what one like it gave beside the stream serves here as well
-            stream = taken(element.argument, args, kwargs)
-            if element.output is None:
-                return stream
-            items = list(last)
-            items[element.output] = stream
-            return type(last)(items)
+            return with_at(last, element.output, taken(element.argument, args, kwargs))
 
         return forward
 
@@ -405,14 +401,17 @@ def _own_numbers(given: torch.Tensor) -> torch.Tensor:
 
 
 def _stand_in(model: nn.Module, answering: set[str]) -> nn.Module:
-    """A copy in float32 whose answering modules have no weights, and the others random ones."""
+    """A copy in float32 whose answering modules have no large weights, and the others random ones.
+
+    Small ones have theirs, for code of other modules that reads them.
+    """
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
     for path, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is None or id(parameter) in memo:
                 continue
-            if path in answering:
+            if path in answering and parameter.numel() > _SMALL:
                 twin = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
             else:
                 twin = torch.rand(parameter.shape, generator=generator) + 0.5

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from tpplan.compat import FakeTensorMode, quiet, unfused
 from tpplan.planner.compiled import Argument
+from tpplan.planner.results import Place, tensors_in
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Call:
 
     Tensors are numbered in the order they were first seen; two mentions of one number are one
     tensor object, which a module may have been given under several names. ``parent`` is the index
-    of the enclosing call, ``given`` everything it was called with, tensors as ``Numbered``.
+    of the enclosing call, ``given`` everything it was called with, tensors as ``Numbered``,
+    ``places`` where each of ``outputs`` is in what the module gave.
     """
 
     index: int
@@ -37,17 +39,22 @@ class Call:
     parent: int | None
     arguments: Mapping[int, tuple[Argument, ...]]
     outputs: tuple[int, ...] = ()
-    output_is_tuple: bool = False
+    places: tuple[Place | None, ...] = ()
     first_op: int = 0
     last_op: int = 0
     given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def output_at(self, place: Place) -> int | None:
+        """The tensor that the module gave there."""
+        return next((n for n, p in zip(self.outputs, self.places, strict=True) if p == place), None)
 
 
 @dataclass(frozen=True)
 class Op:
     """One ATen op: the tensors it read and made, and the innermost module call around it.
 
-    ``scaled``: whether it multiplies what it adds by a number of its own.
+    ``scaled``: whether it multiplies what it adds by a number of its own; ``run``: what it is and
+    what it was given, tensors as ``Numbered``, unless it acts on each number by itself.
     """
 
     name: str
@@ -57,6 +64,7 @@ class Op:
     random: bool
     pointwise: bool
     scaled: bool = False
+    run: tuple[Any, Any] | None = None
 
 
 @dataclass
@@ -101,18 +109,23 @@ class _Recorder(TorchDispatchMode):
         leaves = tree_flatten(values)[0]
         return tuple(self.number(t) for t in leaves if isinstance(t, torch.Tensor))
 
+    def numbered(self, values: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda t: Numbered(self.number(t)), values)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         made = self.numbers(out)
         if self.stack and made:
+            pointwise = torch.Tag.pointwise in func.tags
             op = Op(
                 str(func),
                 self.numbers((args, kwargs)),
                 made,
                 self.stack[-1],
                 _draws(func, args, kwargs or {}),
-                torch.Tag.pointwise in func.tags,
+                pointwise,
                 (kwargs or {}).get("alpha", 1) != 1,
+                None if pointwise else (func, self.numbered((args, kwargs or {}))),
             )
             self.trace.ops.append(op)
         return out
@@ -192,9 +205,7 @@ def _hooks(
             parent=recorder.stack[-1] if recorder.stack else None,
             arguments=arguments,
             first_op=len(trace.ops),
-            given=tree_map_only(
-                torch.Tensor, lambda t: Numbered(recorder.number(t)), (args, kwargs)
-            ),
+            given=recorder.numbered((args, kwargs)),
         )
         trace.calls.append(call)
         recorder.stack.append(call.index)
@@ -202,8 +213,9 @@ def _hooks(
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         trace = recorder.trace
         call = trace.calls[recorder.stack.pop()]
-        call.outputs = recorder.numbers(output)
-        call.output_is_tuple = isinstance(output, tuple | list)
+        found = list(tensors_in(output))
+        call.places = tuple(place for place, _ in found)
+        call.outputs = tuple(recorder.number(tensor) for _, tensor in found)
         call.last_op = len(trace.ops)
 
     return before, after

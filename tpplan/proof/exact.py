@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -102,6 +103,8 @@ class _Exact(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.backward and kwargs.get("inputs") is None:
+            return self._backward(*args, **kwargs)
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func in _PROBABILITIES:
@@ -116,6 +119,14 @@ class _Exact(TorchFunctionMode):
             kwargs = {**kwargs, "dtype": _WIDER[kwargs["dtype"]]}
         out = _DRAWS.get(func, func)(*args, **kwargs)
         return _widened(out) if isinstance(out, torch.Tensor) else out
+
+    def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Backward with this mode in it as well: checkpointed code runs again there."""
+        given = (tensors,) if isinstance(tensors, torch.Tensor | GradientEdge) else tensors
+        # torch hands tensors to a mode, which is off meanwhile, but not the edges of its graph
+        edges = [get_gradient_edge(t) if isinstance(t, torch.Tensor) else t for t in given]
+        with self:
+            torch.autograd.backward(edges, *args, **kwargs)
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from tpplan.layout import Rows
 from tpplan.planner import CompiledPlan, Element, ModulePlan
 from tpplan.planner.likeness import identity
 from tpplan.planner.replay import taken
+from tpplan.planner.results import with_at
 
 _LARGE = 2**16
 _RANK = 8
@@ -74,11 +75,7 @@ class Passing:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the caller of the element gets."""
         stream = taken(self.element.argument, args, kwargs)
-        if self.element.output is None:
-            return stream
-        items = list(self.last[0])
-        items[self.element.output] = stream
-        return type(self.last[0])(items)
+        return with_at(self.last[0], self.element.output, stream) if self.element.output else stream
 
 
 class _Kept:

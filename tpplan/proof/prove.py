@@ -9,6 +9,8 @@ and every buffer must be the same, in float64.
 from __future__ import annotations
 
 import copy
+import re
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,8 +98,10 @@ def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
     small, plan, scenes, expected = _staged(model, compiled, inputs)
     try:
         found = simulate(plan.tp, lambda mesh: _on_rank(mesh, small, plan, scenes, expected))
+    except _Stopped as stopped:
+        raise _failed(plan, stopped.path, stopped.error) from stopped.error
     except Exception as error:
-        raise _failed(plan, error) from error
+        raise _failed(plan, "", error) from error
     departed = [finding for finding in found if finding is not None]
     if departed:
         first = min(departed, key=lambda f: scenes.index(f.scene))
@@ -196,21 +200,45 @@ def _on_rank(
         for seed, (scene, due) in enumerate(zip(scenes, expected, strict=True)):
             try:
                 got = step(model, scene, seed, due)
-            except (RuntimeError, ValueError, TypeError, IndexError):
-                if scene.optional:  # it will not be silent
+            except Exception as error:
+                refused = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
+                if scene.optional and refused:  # it will not be silent
                     continue
-                raise
+                raise _Stopped(_running(model, error), error) from error
             found = worst(due, got, rank, compiled.tp)
             if found is not None:
                 return Finding(scene, rank, *found)
     return None
 
 
-def _failed(compiled: CompiledPlan, error: Exception) -> PlanError:
+class _Stopped(Exception):
+    """What a rank raised, and in which module."""
+
+    def __init__(self, path: str, error: Exception) -> None:
+        super().__init__(path, error)
+        self.path, self.error = path, error
+
+
+def _running(model: nn.Module, error: Exception) -> str:
+    """The innermost module of whose code it was that ``error`` was raised."""
+    names = {id(module): path for path, module in model.named_modules()}
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = names.get(id(frame.f_locals.get("self")), found)
+    return found
+
+
+def _failed(compiled: CompiledPlan, path: str, error: Exception) -> PlanError:
     text = (str(error).strip().splitlines() or [""])[0]
-    message = f"the rewritten model fails on {compiled.tp} ranks: {type(error).__name__}: {text}"
+    named = [p for p in compiled.modules if p and re.search(rf"(?<![\w.]){re.escape(p)}\b", text)]
+    path = max(named, key=len, default=path)
+    rule = rule_near(compiled, path) or compiled.plan.rules[0]
+    where = f"{fold([path])}: " if path else ""
+    message = (
+        f"{where}the rewritten model fails on {compiled.tp} ranks: {type(error).__name__}: {text}"
+    )
     hint = "'tpplan explain' says what was inferred; see also docs/proved.md"
-    return PlanError([Diagnostic(message, compiled.plan.rules[0].position, hint)])
+    return PlanError([Diagnostic(message, rule.position, hint)])
 
 
 def _departed(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tpplan.compat import local_of
+from tpplan.compat import local_of, unmoded
 from tpplan.layout import Rows
 from tpplan.proof.calls import Call
 
@@ -64,7 +64,8 @@ def step(model: nn.Module, scene: Scene, seed: int = 0, due: Result | None = Non
         if not out.requires_grad:
             continue
         if due is None:
-            drawn = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+            with unmoded():  # nothing is random to `exact`
+                drawn = torch.randn(out.shape, generator=generator, dtype=torch.float64)
             result.weights[place] = drawn
         weights = result.weights.get(place)
         out = out.full_tensor() if isinstance(out, DTensor) else out

@@ -44,11 +44,10 @@ def rehearse(
             path = running[-1] if running else ""
             inside = (p for p in compiled.modules if p == path or p.startswith(f"{path}."))
             rules = (compiled.modules[p].rule for p in inside)
-            rule = next((rule for rule in rules if rule is not None), None)
+            rule = next((rule for rule in rules if rule is not None), compiled.plan.rules[0])
             message = f"{fold([path])}: fails on its shard at tp {compiled.tp}: {error}"
             hint = (
                 "a size written in its code may have to become a per-rank value: "
                 "see 'attributes' of the attention style"
             )
-            position = None if rule is None else rule.position
-            raise PlanError([Diagnostic(message, position, hint)]) from error
+            raise PlanError([Diagnostic(message, rule.position, hint)]) from error

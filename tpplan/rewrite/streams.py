@@ -19,6 +19,7 @@ from tpplan.comm.sharded import Window
 from tpplan.comm.stream import Parts
 from tpplan.planner import Argument
 from tpplan.planner.replay import own_heads
+from tpplan.planner.results import at, with_at
 from tpplan.rewrite.draws import draws_in_training
 from tpplan.rewrite.logits import Logits
 from tpplan.rewrite.lowered import Lowered, looks
@@ -220,8 +221,17 @@ class Element(Lowered):
         args, kwargs = _replaced(plan.argument, local, args, kwargs)
         for other in plan.others:
             y = _taken(other, args, kwargs)
-            if stream.is_sharded(y) and y.size(stream.dim) == length:
-                args, kwargs = _replaced(other, stream.to_local(y), args, kwargs)
+            if not isinstance(y, torch.Tensor) or y.dim() <= stream.dim:
+                continue
+            if y is x:
+                y = local
+            elif y.size(stream.dim) != length:
+                continue  # one row for all of them
+            elif isinstance(y, DTensor):
+                y = stream.to_local(y)
+            else:
+                y = split(y, stream.dim, state.transition)
+            args, kwargs = _replaced(other, y, args, kwargs)
         start = stream.now()
         stream.length = length
         try:
@@ -235,11 +245,7 @@ class Element(Lowered):
                 return stream.to_global(y, length)
             return join(y, stream.dim, length, state.transition)
 
-        if plan.output is None:
-            return answer(out)
-        items = list(out)
-        items[plan.output] = answer(items[plan.output])
-        return type(out)(items)
+        return with_at(out, plan.output, answer(at(out, plan.output)))
 
     def _tpplan_summing(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, with what its layers keep back for a common sum."""

@@ -1,0 +1,168 @@
+"""Layers in the ways in which people pass the stream on, and what they do to it themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.planner.helpers import WIDTH, Layer, Stack, refused, wrong
+
+
+class Pair(NamedTuple):
+    """A result with names."""
+
+    count: int
+    x: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Given:
+    """A result that is no pytree of torch's."""
+
+    x: torch.Tensor
+    count: int = 0
+
+
+class Wrapping(Layer):
+    """Gives the stream inside of something else."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.wrap(super().forward(x))
+
+
+class Unwrapping(Stack):
+    """Takes the stream out again."""
+
+    def __init__(self, wrap: Any, unwrap: Any, count: int) -> None:
+        super().__init__(lambda _: Wrapping(wrap), count)
+        self.unwrap = unwrap
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = self.unwrap(layer(x))
+        return x
+
+
+WRAPS: dict[str, tuple[Any, Any]] = {
+    "a mapping": (lambda x: {"count": 3, "x": x}, lambda out: out["x"]),
+    "a named tuple": (lambda x: Pair(3, x), lambda out: out.x),
+    "a dataclass": (Given, lambda out: out.x),
+    "a list in a tuple": (lambda x: (None, [x]), lambda out: out[1][0]),
+}
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+@pytest.mark.parametrize("name", WRAPS)
+def test_a_layer_may_give_the_stream_in_something(name: str, sp: bool) -> None:
+    assert not wrong(Unwrapping(*WRAPS[name], 2), {}, sp)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+def test_of_many_such_layers_some_are_skipped(sp: bool) -> None:
+    assert not wrong(Unwrapping(*WRAPS["a mapping"], 5), {}, sp)
+
+
+class Beside(Layer):
+    """Is given something beside the stream, and adds it."""
+
+    def forward(self, x: torch.Tensor, first: Any = None) -> Any:
+        return super().forward(x + 0.1 * first)
+
+
+class Masking(Layer):
+    """Is given something of every position for its columns."""
+
+    def forward(self, x: torch.Tensor, first: Any = None) -> Any:
+        return x + self.out(self.fc(x).relu() * first)
+
+
+class Passing(Stack):
+    """Gives every layer the same thing beside the stream."""
+
+    def __init__(self, make: Any, beside: Any) -> None:
+        super().__init__(make)
+        self.beside = beside
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = self.beside(x)
+        for layer in self.layers:
+            x = layer(x, first)
+        return x
+
+
+BESIDE: dict[str, tuple[Any, Any]] = {
+    "the stream itself": (Beside, lambda x: x),
+    "what it began as, changed": (Beside, lambda x: x.tanh()),
+    "whole numbers of each position": (Beside, lambda x: (x > 0).long()),
+    "one number of each position": (Beside, lambda x: x.detach().abs().amax(-1, keepdim=True)),
+    "one row for all": (Beside, lambda x: torch.ones_like(x[:, :1])),
+    "a mask of the columns": (Masking, lambda x: (x[..., :1] > 0).to(x.dtype)),
+}
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_rows_beside_the_stream(name: str, sp: bool) -> None:
+    make, beside = BESIDE[name]
+    assert not wrong(Passing(lambda _: make(), beside), {}, sp)
+
+
+class Doing(Layer):
+    """Does something to the stream in its own code."""
+
+    def __init__(self, do: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.do = do
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(self.do(x))
+
+
+ALONE: dict[str, Any] = {
+    "a norm": lambda x: F.layer_norm(x, (WIDTH,)),
+    "a mean of the columns": lambda x: x - x.mean(-1, keepdim=True),
+    "weights of the columns": lambda x: x * x.softmax(-1),
+    "columns turned around": lambda x: x.flip(-1),
+    "tokens without their batch": lambda x: F.normalize(x.flatten(0, 1), dim=-1).view(x.shape),
+}
+AMONG: dict[str, Any] = {
+    "a mean of the sequence": lambda x: x - x.mean(1, keepdim=True),
+    "weights of the sequence": lambda x: x * x.softmax(1),
+    "positions turned around": lambda x: x.flip(1),
+    "positions summed up": lambda x: x.cumsum(1),
+    "everything": lambda x: x / x.norm(),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_acts_on_each_position_by_itself_runs_on_rows(name: str) -> None:
+    assert not wrong(Stack(lambda _: Doing(ALONE[name])), {}, True)
+
+
+@pytest.mark.parametrize("name", AMONG)
+def test_what_acts_among_positions_is_refused(name: str) -> None:
+    assert "layers.*" in refused(Stack(lambda _: Doing(AMONG[name])), {}, True)
+
+
+class Idle(Layer):
+    """Has a projection that its forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+
+def test_what_is_not_called_is_refused_at_its_rule() -> None:
+    said = refused(Stack(lambda _: Idle()), {"layers.*.unused": "colwise"}, False)
+    assert "layers.*.unused (2 of them): was not called" in said
+    assert "layers.*.unused: colwise" in said

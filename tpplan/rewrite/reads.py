@@ -1,0 +1,95 @@
+"""A vocabulary's table as the model's own code reads it: whole, or a head where it is used as one.
+
+``F.linear(x, self.embed.weight)`` gives logits of each rank's range of the vocabulary, as a head of
+its own would. Whatever else is computed from the table is computed from all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from tpplan import compat
+from tpplan.comm import Site, Transition
+from tpplan.rewrite.entry import Entry
+from tpplan.rewrite.logits import Origin
+from tpplan.rewrite.lowered import Lowered
+
+# questions that the sharded table answers by itself
+_ASKING = frozenset(
+    {
+        *(torch.Tensor.dim, torch.Tensor.element_size, torch.Tensor.is_complex),
+        *(torch.Tensor.is_floating_point, torch.Tensor.ndimension, torch.Tensor.numel),
+        *(torch.Tensor.size, torch.Tensor.stride, torch.Tensor.__len__, torch.Tensor.__repr__),
+    }
+)
+
+
+class Table(Lowered):
+    """Holds rows of a vocabulary, which other modules' code may read while the model runs."""
+
+    def __getattr__(self, name: str) -> Any:
+        held = super().__getattr__(name)
+        state = vars(self).get("_tpplan")
+        if state is None or name not in state.own.names or not isinstance(held, DTensor):
+            return held
+        if held.device_mesh != state.stream.mesh or state.alone:
+            return held  # the user's, who reads a DTensor
+        if torch.compiler.is_compiling():
+            return held.full_tensor()
+        read = compat.dtensor(compat.local_of(held), compat.spec_of(held), Read)
+        read._tpplan_table, read._tpplan_held = self, held  # type: ignore[attr-defined]
+        return read
+
+
+class Read(DTensor):
+    """A sharded table in the hands of code that was written for a whole one."""
+
+    _tpplan_table: Table
+    _tpplan_held: DTensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            logits = _head(*args, **kwargs)
+            if logits is not None:
+                return logits
+        if func in _ASKING or getattr(func, "__name__", "") == "__get__":
+            with torch._C.DisableTorchFunctionSubclass():
+                answer = func(*args, **kwargs)
+            if not isinstance(answer, torch.Tensor):
+                return answer
+        args, kwargs = tree_map(_whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _whole(x: Any) -> Any:
+    return x._tpplan_held.full_tensor() if isinstance(x, Read) else x
+
+
+def _head(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """The logits of ``F.linear`` where that is what a head computes; None where it is not."""
+    if not isinstance(weight, Read) or bias is not None or weight.dim() != 2:
+        return None
+    table = weight._tpplan_table
+    state = table._tpplan
+    stream = state.stream
+    if isinstance(input, DTensor) and not stream.is_sharded(input):
+        return None
+    rule = None if state.plan.rule is None else state.plan.rule.pattern.text
+
+    def site(reason: str) -> Site:
+        return Site(state.plan.path, reason, rule)
+
+    into = Transition(stream.group, site("input of the table, as a head"), site("its gradient"))
+    out = Transition(stream.group, site("logits, gathered"), site("gradient of the logits"))
+    entered = Entry(into, 1, False, True).enter(input, stream, None)
+    logits = F.linear(entered, table._locals()[state.own.names.index("weight")])
+    return Origin(stream, out, weight.size(0), None).wrap(logits)
