@@ -42,7 +42,7 @@ def localize(
             other ranks take part in its sum with zeros. None where every rank uses it.
     """
     trained = tuple(p.requires_grad for p in parameters)
-    known = tuple(summed), trained, tuple(mates) or ((),) * len(parameters)
+    known = tuple(summed), trained, tuple(mates) if any(mates) else ()
     return _Localize.apply(known, group, site, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -81,15 +81,17 @@ class _Localize(torch.autograd.Function):
         if torch.compiler.is_compiling():  # which cannot make their gradients from the specs
             ctx.save_for_backward(*(p for p in parameters if isinstance(p, RowsTensor)))
         locals_ = compat.shards_of(parameters)
-        ctx.zeros = [
-            t.new_zeros(()).expand(t.shape) if others else None
-            for t, others in zip(locals_, ctx.mates, strict=True)
-        ]
+        if ctx.mates:
+            ctx.zeros = [
+                t.new_zeros(()).expand(t.shape) if others else None
+                for t, others in zip(locals_, ctx.mates, strict=True)
+            ]
         return tuple(locals_)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        grads = _alike(grads, ctx)
+        if ctx.mates:
+            grads = _alike(grads, ctx)
         if compat.differentiates_backward():
             return (None, None, None, *_differentiably(ctx, grads))
         local = list(grads)

@@ -176,13 +176,13 @@ class Whole:
         self._seen = self._version()
 
     @staticmethod
-    def of(x: Sharded, why: str) -> Whole:
-        """What ``x`` is, whole: kept with it where its gradient will ask for it again."""
+    def of(x: Sharded, why: str, again: bool) -> Whole:
+        """What ``x`` is, whole: kept with it where a gradient will ask for it ``again``."""
         kept = x._tpplan_whole
         if kept is not None and kept._seen == kept._version():
             return kept
         made = Whole(x, why)
-        if torch.is_grad_enabled() and x.requires_grad:
+        if again:
             x._tpplan_whole = made
         return made
 
@@ -226,6 +226,12 @@ def dim_of(x: DTensor) -> int:
     return placement.dim
 
 
+def is_sharded(x: DTensor, dim: int) -> bool:
+    """Whether ``x`` is sharded along ``dim``, each rank's rows in one piece."""
+    placement = spec_of(x).placements[0]
+    return type(placement) is Shard and placement.dim == dim
+
+
 def wrapped(rows: torch.Tensor, source: Source, spec: compat.DTensorSpec) -> Sharded:
     """``rows`` of this rank as a tensor of the shape in ``spec``; outside autograd."""
     x = compat.dtensor(rows, spec, source.kind)
@@ -247,6 +253,10 @@ def whole_of(rows: torch.Tensor, source: Source, length: int, dim: int) -> Shard
     return _WholeOf.apply(rows, source, length, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _made(rows: torch.Tensor, source: Source, length: int, dim: int) -> Sharded:
+    return wrapped(source.unpadded(rows, length, dim), source, source.spec(rows, length, dim))
+
+
 def rows_of(x: Sharded, count: int | None = None) -> torch.Tensor:
     """This rank's rows of ``x``, followed by zeros up to ``count``; differentiable."""
     return _RowsOf.apply(x, count)  # type: ignore[no-any-return, no-untyped-call]
@@ -254,11 +264,11 @@ def rows_of(x: Sharded, count: int | None = None) -> torch.Tensor:
 
 def rows_in(grad: torch.Tensor, dim: int, count: int, source: Source) -> torch.Tensor:
     """The rows, padded to ``count``, of whatever a gradient came as; differentiable."""
-    if isinstance(grad, Sharded) and dim_of(grad) == dim:
-        if compat.differentiates_backward():
-            return rows_of(grad, count)
-        return pad(local_of(grad), dim, count)
     if isinstance(grad, DTensor):
+        if compat.mesh_of(grad) is source.mesh and is_sharded(grad, dim):
+            # one that users made of their rows as well: torch cuts as ``Source.rows`` does
+            rows = grad.to_local() if compat.differentiates_backward() else local_of(grad)
+            return pad(rows, dim, count)
         grad = grad.full_tensor()
     return split(grad, dim, source.transition).narrow(dim, 0, count)
 
@@ -275,14 +285,15 @@ class _RowsOf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return whole_of(grad, ctx.source, ctx.length, ctx.dim), None
+        make = whole_of if compat.differentiates_backward() else _made
+        return make(grad, ctx.source, ctx.length, ctx.dim), None
 
 
 class _WholeOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, source: Source, length: int, dim: int) -> Sharded:
         ctx.source, ctx.dim, ctx.count = source, dim, rows.size(dim)
-        return wrapped(source.unpadded(rows, length, dim), source, source.spec(rows, length, dim))
+        return _made(rows, source, length, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -422,7 +433,11 @@ class _Op:
 
     def on_whole(self) -> Any:
         """The result, of whole tensors; what is written to sharded ones, each rank's rows take."""
-        wholes = {id(t): Whole.of(t, self.name) for t in self.sharded}
+        given = tree_leaves((self.args, self.kwargs))
+        # the gradient of one may need the other: of a prediction, the target
+        trained = any(isinstance(t, torch.Tensor) and t.requires_grad for t in given)
+        again = trained and torch.is_grad_enabled()
+        wholes = {id(t): Whole.of(t, self.name, again) for t in self.sharded}
         copies = {id(t): wholes[id(t)].tensor.clone() for t in self.written if id(t) in wholes}
 
         def whole(t: Any) -> Any:

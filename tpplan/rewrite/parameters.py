@@ -113,6 +113,10 @@ class Own:
 
     def read(self, module: nn.Module, stream: Stream) -> Sequence[torch.Tensor]:
         """The local tensors of the module's parameters, in the order of ``names``."""
+        return self._kept if self._is_current(module) else self._renewed(module, stream)
+
+    def _is_current(self, module: nn.Module) -> bool:
+        """Whether all that is kept is of what the module and its mates hold now."""
         parameters: Any = module._parameters
         for source in self._sources:
             if (
@@ -121,10 +125,8 @@ class Own:
                 or source[1]._local_tensor is not source[2]
                 or source[1].requires_grad is not source[3]
             ):
-                return self._renewed(module, stream)
-        if self.mates and self._outdated(module):
-            return self._renewed(module, stream)
-        return self._kept
+                return False
+        return not self.mates or not self._outdated(module)
 
     def seats(self, module: nn.Module) -> tuple[tuple[nn.Module, Own], ...]:
         """The module's mates; itself alone where it has none.
@@ -140,6 +142,8 @@ class Own:
         Without those that the module computes, which are left until it runs; but what was kept
         of them before must not be used any more by any module.
         """
+        if self._is_current(module):
+            return []
         tables = [mate._parameters for mate, _ in self.seats(module)]
         return [
             i
@@ -269,7 +273,8 @@ def make(asked: Iterable[_Asked], stream: Stream, site: Site) -> None:
         own._sources[index] = source
     for (module, own, index), _, local in _localized(passing, stream, site, keep=False):
         held = module._parameters.get(own.names[index])
-        own._passing[index] = held, _version(held), local
+        # a new table: of one that was there before, torch.compile would return what was in it
+        own._passing = {**own._passing, index: (held, _version(held), local)}
 
 
 def _seated(asked: Iterable[_Asked]) -> list[tuple[_Asked, ...]]:
