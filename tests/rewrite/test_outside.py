@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn

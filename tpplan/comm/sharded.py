@@ -257,9 +257,12 @@ def _made(rows: torch.Tensor, source: Source, length: int, dim: int) -> Sharded:
     return wrapped(source.unpadded(rows, length, dim), source, source.spec(rows, length, dim))
 
 
-def rows_of(x: Sharded, count: int | None = None) -> torch.Tensor:
-    """This rank's rows of ``x``, followed by zeros up to ``count``; differentiable."""
-    return _RowsOf.apply(x, count)  # type: ignore[no-any-return, no-untyped-call]
+def rows_of(x: DTensor, count: int | None = None, source: Source | None = None) -> torch.Tensor:
+    """This rank's rows of ``x``, followed by zeros up to ``count``; differentiable.
+
+    ``source``: to be given where ``x`` is torch's own DTensor, and so is to be its gradient.
+    """
+    return _RowsOf.apply(x, count, source)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def rows_in(grad: torch.Tensor, dim: int, count: int, source: Source) -> torch.Tensor:
@@ -275,18 +278,21 @@ def rows_in(grad: torch.Tensor, dim: int, count: int, source: Source) -> torch.T
 
 class _RowsOf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Sharded, count: int | None) -> torch.Tensor:
+    def forward(ctx: Any, x: DTensor, count: int | None, source: Source | None) -> torch.Tensor:
         local, dim = local_of(x), dim_of(x)
-        ctx.source, ctx.count = x._tpplan_source, local.size(dim)
-        ctx.dim, ctx.length = dim, x.size(dim)
-        if count is None or count == ctx.count:
-            return local.view_as(local)
-        return pad(local, dim, count)
+        ctx.source = source or x._tpplan_source  # type: ignore[attr-defined]
+        ctx.torchs, ctx.dim, ctx.length = source is not None, dim, x.size(dim)
+        fits = count is None or count == local.size(dim)
+        return local.view_as(local) if fits else pad(local, dim, count)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        source, length, dim = ctx.source, ctx.length, ctx.dim
+        if ctx.torchs:
+            spec = source.spec(grad, length, dim)
+            return compat.dtensor(source.unpadded(grad, length, dim), spec), None, None
         make = whole_of if compat.differentiates_backward() else _made
-        return make(grad, ctx.source, ctx.length, ctx.dim), None
+        return make(grad, source, length, dim), None, None
 
 
 class _WholeOf(torch.autograd.Function):
