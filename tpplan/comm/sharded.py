@@ -89,7 +89,8 @@ class Source:
             if len(self.specs) > 64:  # lengths change at every step of a decoding loop
                 self.specs.clear()
             spec = compat.dtensor_spec(self.mesh, (Shard(dim),), shape, rows.dtype)
-            self.specs[key] = spec
+            if type(spec.placements[0]) is Shard:  # and not what stands for one in a trace
+                self.specs[key] = spec
         return spec
 
     def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
@@ -226,12 +227,6 @@ def dim_of(x: DTensor) -> int:
     return placement.dim
 
 
-def is_sharded(x: DTensor, dim: int) -> bool:
-    """Whether ``x`` is sharded along ``dim``, each rank's rows in one piece."""
-    placement = spec_of(x).placements[0]
-    return type(placement) is Shard and placement.dim == dim
-
-
 def wrapped(rows: torch.Tensor, source: Source, spec: compat.DTensorSpec) -> Sharded:
     """``rows`` of this rank as a tensor of the shape in ``spec``; outside autograd."""
     x = compat.dtensor(rows, spec, source.kind)
@@ -268,7 +263,8 @@ def rows_of(x: DTensor, count: int | None = None, source: Source | None = None) 
 def rows_in(grad: torch.Tensor, dim: int, count: int, source: Source) -> torch.Tensor:
     """The rows, padded to ``count``, of whatever a gradient came as; differentiable."""
     if isinstance(grad, DTensor):
-        if compat.mesh_of(grad) is source.mesh and is_sharded(grad, dim):
+        ours = isinstance(grad, Sharded) or compat.mesh_of(grad) == source.mesh
+        if ours and grad.placements[0] == Shard(dim):
             # one that users made of their rows as well: torch cuts as ``Source.rows`` does
             rows = grad.to_local() if compat.differentiates_backward() else local_of(grad)
             return pad(rows, dim, count)

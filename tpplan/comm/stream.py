@@ -25,7 +25,7 @@ from tpplan.comm import traced
 from tpplan.comm.collectives import Group, Site, chunk, pad
 from tpplan.comm.conjugates import Transition, join, split
 from tpplan.comm.randomness import Randomness
-from tpplan.comm.sharded import Sharded, Source, Window, is_sharded, rows_of, whole_of
+from tpplan.comm.sharded import Sharded, Source, Window, rows_of, whole_of
 
 # runs that are remembered, for code of theirs that backward recomputes: of the last forwards
 _REMEMBERED = 16384
@@ -188,7 +188,7 @@ class Stream:
 
     def is_sharded(self, x: object) -> bool:
         """Whether ``x`` is the stream in its global form."""
-        return isinstance(x, DTensor) and is_sharded(x, self.dim)
+        return isinstance(x, DTensor) and x.placements[0] == Shard(self.dim)
 
     def to_local(self, x: DTensor) -> torch.Tensor:
         """The plain padded chunk of a DTensor stream; one of other placements is redistributed."""

@@ -18,7 +18,6 @@ from tpplan.comm.conjugates import join
 from tpplan.comm.sharded import Window
 from tpplan.comm.stream import Parts
 from tpplan.planner import Argument
-from tpplan.planner.replay import own_heads
 from tpplan.rewrite.draws import draws_in_training
 from tpplan.rewrite.logits import Logits
 from tpplan.rewrite.lowered import Lowered, looks
@@ -312,15 +311,6 @@ class Boundary(Lowered):
                         f"'{plan.arguments[0].name}'; when the plan was compiled they were one"
                     )
                 args, kwargs = _replaced(argument, entered, args, kwargs)
-        return super().forward(*args, **kwargs)
-
-
-class HeadInputs(Lowered):
-    """Takes its own heads of the arguments that hold something for every head."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        group = self._tpplan.stream.group
-        args, kwargs = own_heads(self._tpplan.plan, group.rank, group.size, args, kwargs)
         return super().forward(*args, **kwargs)
 
 

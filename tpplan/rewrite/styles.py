@@ -20,6 +20,7 @@ from tpplan.rewrite.attention import MultiheadAttention
 from tpplan.rewrite.draws import Draws
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.fused import ROLES, Around, Swapped, common, partner_of
+from tpplan.rewrite.heads import HeadInputs
 from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseScattered, RowwiseTogether
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
 from tpplan.rewrite.norm import WidthNorm
@@ -29,7 +30,6 @@ from tpplan.rewrite.streams import (
     Boundary,
     Container,
     Element,
-    HeadInputs,
     OwnMembers,
     SequenceEmbedding,
     SequenceParallel,
