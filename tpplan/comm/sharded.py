@@ -278,8 +278,9 @@ class _RowsOf(torch.autograd.Function):
         local, dim = local_of(x), dim_of(x)
         ctx.source = source or x._tpplan_source  # type: ignore[attr-defined]
         ctx.torchs, ctx.dim, ctx.length = source is not None, dim, x.size(dim)
-        fits = count is None or count == local.size(dim)
-        return local.view_as(local) if fits else pad(local, dim, count)
+        if count is None or count == local.size(dim):
+            return local.view_as(local)
+        return pad(local, dim, count)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

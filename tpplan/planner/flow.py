@@ -237,8 +237,9 @@ class _Walk:
         self.note_noise(index, op, "region" if region else "stream" if stream else "whole")
         if any(c.path in self.multihead for c in around):
             return
-        made = (self.weights.get(n, frozenset()) for n in op.inputs if n not in cut)
-        weights = frozenset[str]().union(*made)
+        weights = frozenset[str]().union(
+            *(self.weights.get(n, frozenset()) for n in op.inputs if n not in cut)
+        )
         data = [
             n for n in op.inputs if n in cut or (n not in self.weights and n not in self.constant)
         ]

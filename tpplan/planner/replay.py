@@ -304,8 +304,8 @@ class _Replay:
     def _with_heads(self, plan: ModulePlan, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.rank is not None:
-                known = {"heads": plan.heads, "rank": self.rank, "tp": self.tp}
-                args, kwargs = own_heads(plan, partial(heads_of, **known), args, kwargs)
+                cut = partial(heads_of, heads=plan.heads, rank=self.rank, tp=self.tp)
+                args, kwargs = own_heads(plan, cut, args, kwargs)
             return original(*args, **kwargs)
 
         return forward
@@ -364,8 +364,8 @@ def heads_of(x: torch.Tensor, dim: int, heads: int, rank: int, tp: int) -> torch
     if x.size(dim) == 1:
         return x
     each = heads // tp
-    own = x.unflatten(dim, (-1, heads)).narrow(dim + 1, rank * each, each)
-    return own.flatten(dim, dim + 1)
+    grouped: torch.Tensor = x.unflatten(dim, (-1, heads))
+    return grouped.narrow(dim + 1, rank * each, each).flatten(dim, dim + 1)
 
 
 def taken(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
