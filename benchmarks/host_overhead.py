@@ -12,7 +12,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,18 +43,17 @@ from benchmarks.common import (
 )
 
 WIDTH, HEADS, INNER, SEQUENCE, RANKS = 64, 4, 128, 16, 2
-HAND_BAR, TORCH_BAR = 1.4, 4.2
+HAND_BAR, LAYER_BAR, TORCH_BAR = 1.4, 1.3, 4.2
+LAYERS = (1, 5)
+MORE = "a block more, tpplan ÷ hand"
 MODES = {"TP": False, "TP+SP": True}
-PLAN = {
-    "tpplan": 1,
-    "rules": {
-        "input_norm": "sequence_parallel",
-        "attn.{q,k,v}_proj": "colwise",
-        "attn.o_proj": "rowwise",
-        "post_norm": "sequence_parallel",
-        "mlp.{gate,up}_proj": "colwise",
-        "mlp.down_proj": "rowwise",
-    },
+RULES = {
+    "input_norm": "sequence_parallel",
+    "attn.{q,k,v}_proj": "colwise",
+    "attn.o_proj": "rowwise",
+    "post_norm": "sequence_parallel",
+    "mlp.{gate,up}_proj": "colwise",
+    "mlp.down_proj": "rowwise",
 }
 
 
@@ -116,13 +115,16 @@ def _by_torch_styles(
     return parallelize_module(block, mesh, plan, src_data_rank=None)
 
 
-def by_tpplan(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> nn.Module:
-    """The same unmodified block under a plan."""
+def by_tpplan(
+    block: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, prefix: str = ""
+) -> nn.Module:
+    """The same unmodified block under a plan; ``prefix``: of its modules' paths."""
     import tpplan
 
+    rules = {prefix + path: style for path, style in RULES.items()}
     return tpplan.parallelize(
         block,
-        PLAN,
+        {"tpplan": 1, "rules": rules},
         mesh=mesh,
         sequence_parallel=sequence_parallel,
         inputs=torch.zeros(1, SEQUENCE, WIDTH),
@@ -166,6 +168,42 @@ def case(variant: str, mesh: DeviceMesh, sequence_parallel: bool) -> Case:
         if variant == "tpplan":
             x, grad = (DTensor.from_local(t, mesh, [Shard(1)], run_check=False) for t in (x, grad))
     return Case(module, x.detach().requires_grad_(), grad, tuple(module.parameters()))
+
+
+class Stack(nn.Module):
+    """Blocks, one after the other."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def stack(variant: str, count: int, mesh: DeviceMesh, sequence_parallel: bool) -> Case:
+    """So many blocks, ready to run: by hand, or under the same plan."""
+    one = case(variant, mesh, sequence_parallel)
+    if variant == "hand":
+        blocks = (by_hand(new_block(), mesh, sequence_parallel) for _ in range(count))
+        module: nn.Module = Stack(blocks)
+    else:
+        module = by_tpplan(
+            Stack(new_block() for _ in range(count)), mesh, sequence_parallel, "layers.*."
+        )
+    return Case(module, one.x, one.grad, tuple(module.parameters()))
+
+
+def slope(times: Mapping[str, list[float]]) -> float:
+    """What one block more costs under tpplan, by hand 1: the median over the rounds."""
+    few, many = LAYERS
+    ours, hand = (
+        [b - a for a, b in zip(times[f"{v} {few}"], times[f"{v} {many}"], strict=True)]
+        for v in ("tpplan", "hand")
+    )
+    return statistics.median(a / b for a, b in zip(ours, hand, strict=True))
 
 
 def verify(variant: str, sequence_parallel: bool) -> float:
@@ -250,6 +288,8 @@ def missed_bars(mode: str, ratios: Mapping[str, float]) -> list[str]:
         missed.append(f"{mode}: tpplan ÷ hand {ratios['tpplan ÷ hand']:.2f} > {HAND_BAR}")
     if ratios.get("torch ÷ tpplan", TORCH_BAR) < TORCH_BAR:
         missed.append(f"{mode}: torch ÷ tpplan {ratios['torch ÷ tpplan']:.2f} < {TORCH_BAR}")
+    if ratios.get(MORE, 0.0) > LAYER_BAR:
+        missed.append(f"{mode}: {MORE} {ratios[MORE]:.2f} > {LAYER_BAR}")
     return missed
 
 
@@ -278,6 +318,14 @@ def main() -> int:
     for mode, sequence_parallel in MODES.items():
         cases = {v: case(v, mesh, sequence_parallel) for v in variants[mode]}
         result = summary(measure(cases, options.rounds, options.calls))
+        if not options.without_tpplan:
+            stacks = {
+                f"{v} {n}": stack(v, n, mesh, sequence_parallel)
+                for v in ("hand", "tpplan")
+                for n in LAYERS
+            }
+            # few steps in a turn: what disturbs one then disturbs those it is compared with
+            result["ratios"][MORE] = slope(measure(stacks, 3 * options.rounds, 3))
         results[mode] = result
         missed += missed_bars(mode, result["ratios"])
         best, median = result["best_us"], result["median_us"]

@@ -242,7 +242,7 @@ def unmasked(real: Any) -> Any:
 
 
 def first_heads(real: Any) -> Any:
-    return lambda plan, rank, size, args, kwargs: real(plan, 0, size, args, kwargs)
+    return lambda x, dim, heads, rank, size: real(x, dim, heads, 0, size)
 
 
 def keys_for_values(real: Any) -> Any:

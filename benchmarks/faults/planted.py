@@ -186,9 +186,7 @@ FAULTS = (
     ),
     Fault("squares of each rank's width alone", "rewrite.norm:reduce_out", to.unsummed, "together"),
     Fault("gradient of the squares is not summed", "rewrite.norm:copy_in", to.unsummed, "together"),
-    Fault(
-        "biases of the first rank's heads", "rewrite.streams:own_heads", to.first_heads, "packed"
-    ),
+    Fault("biases of the first rank's heads", "rewrite.heads:heads_of", to.first_heads, "packed"),
     Fault("sizes in the code are left whole", "rewrite.styles:assign", to.nothing(), "packed"),
     Fault(
         "positions of the first rank's rows", "rewrite.streams:split", to.of_first_rank, "gpt sp"

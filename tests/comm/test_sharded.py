@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.comm.operators import FUNCTIONS, Beside, Function
 from tests.compare import WRONG, Errors, Findings, beyond, error, gradient_errors
 from tests.ranks import Ranks
 from tpplan.comm import Site, Stream, Transition, join, split
+from tpplan.report import Recorder
 from tpplan.rewrite.logits import Origin
 
 Wrap = Callable[[torch.Tensor], torch.Tensor]
@@ -149,3 +150,30 @@ def functions_job(mesh: DeviceMesh, kind: str, size: int) -> Errors:
 @pytest.mark.parametrize("kind", KINDS)
 def test_functions(ranks: Ranks, kind: str, size: int) -> None:
     assert not beyond(ranks.run(2, functions_job, kind, size), 1e-10)
+
+
+def torchs_own_job(mesh: DeviceMesh, length: int) -> Errors:
+    """torch's own DTensors of the same rows go in and come back as gradients; nothing is sent."""
+    found = Findings()
+    stream, generator = stream_of(mesh), torch.Generator().manual_seed(3)
+    values, slope = torch.randn(2, 2, length, 6, generator=generator, dtype=torch.float64)
+    whole = values.clone().requires_grad_()
+    given = distribute_tensor(values, mesh, [Shard(1)]).requires_grad_()
+    gradient = distribute_tensor(slope, mesh, [Shard(1)])
+    for order in (1, 2):
+        with Recorder() as recorder:
+            out = stream.to_global(stream.to_local(given).sin(), length)
+            (ours,) = torch.autograd.grad(out, given, gradient, create_graph=order > 1)
+        (due,) = torch.autograd.grad(whole.sin(), whole, slope, create_graph=order > 1)
+        found.add(f"{order}: sends nothing", 0.0 if not recorder.collectives else WRONG)
+        found.add(f"{order}: torch's own", 0.0 if type(ours) is DTensor else WRONG)
+        if order > 1:
+            (ours,) = torch.autograd.grad(ours.full_tensor().pow(3).sum(), given)
+            (due,) = torch.autograd.grad(due.pow(3).sum(), whole)
+        found.add(f"gradient of order {order}", error(due, ours.full_tensor().detach()))
+    return found.errors
+
+
+@pytest.mark.parametrize("length", SIZES.values(), ids=SIZES)
+def test_torchs_own(ranks: Ranks, length: int) -> None:
+    assert not beyond(ranks.run(2, torchs_own_job, length), 1e-10)

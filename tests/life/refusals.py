@@ -12,17 +12,6 @@ REFUSED: dict[tuple[str | None, str, bool | None], str] = {
     ("torch's attention", "backward pre-hook", None): _APART,
 }
 
-# cells that are wrong today, and what is known of the cause
-OPEN: dict[tuple[str, str], str] = {
-    ("a module for each head", "fully_shard after a step"): "gradients of members that only one "
-    "rank uses are not all summed under FSDP2",
-    (
-        "a module for each head",
-        "frozen and unfrozen",
-    ): "a rank none of whose own members is trained does not take part in the sum",
-    ("a module for each head", "parameters replaced"): "as above, where a member is replaced",
-}
-
 
 def refusal(role: str, event: str, sp: bool) -> str | None:
     """What a cell of the matrix is refused with; None where it has to be right."""

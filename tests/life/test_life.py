@@ -11,7 +11,7 @@ import pytest
 from tests.life.blocks import BLOCKS
 from tests.life.events import EVENTS, WORLD_EVENTS, lived
 from tests.life.life import compiled
-from tests.life.refusals import OPEN, refusal
+from tests.life.refusals import refusal
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 
@@ -25,8 +25,6 @@ ROLES = [pytest.param(role, marks=pytest.mark.xdist_group(role)) for role in BLO
 @pytest.mark.parametrize("event", [*EVENTS, *WORLD_EVENTS])
 @pytest.mark.parametrize("role", ROLES)
 def test_life(ranks: Ranks, role: str, event: str, tp: int, sp: bool) -> None:
-    if (role, event) in OPEN:
-        pytest.xfail(OPEN[role, event])
     everyone = {2: "2x2", 4: "1x4"}
     shape = everyone[tp] if event in WORLD_EVENTS else tp
     expected = refusal(role, event, sp)

@@ -27,18 +27,23 @@ def localize(
     summed: Sequence[bool],
     group: Group,
     site: Site,
-    apart: Sequence[bool] = (),
+    mates: Sequence[tuple[int, ...]] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """The local tensors of ``parameters``, which need gradients; differentiable.
+    """The local tensors of ``parameters``, some of which need gradients; differentiable.
+
+    All of them are then in the graph: where each rank uses another one of several, the graphs of
+    the ranks are alike, whichever of these is trained.
 
     Args:
         parameters: leaves on one mesh.
         summed: for each, whether its gradient is to be summed over the ranks of ``group``.
         site: what the summing collective is reported under.
-        apart: for each, whether only some ranks use it; the others take part with zeros.
+        mates: for each, the places of those of which every rank uses one, its own among them; the
+            other ranks take part in its sum with zeros. None where every rank uses it.
     """
-    both = tuple(summed), tuple(apart) or (False,) * len(parameters)
-    return _Localize.apply(both, group, site, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    trained = tuple(p.requires_grad for p in parameters)
+    known = tuple(summed), trained, tuple(mates) if any(mates) else ()
+    return _Localize.apply(known, group, site, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def coalesced_sum(tensors: Sequence[torch.Tensor], group: Group, site: Site) -> list[torch.Tensor]:
@@ -64,28 +69,29 @@ class _Localize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        both: tuple[tuple[bool, ...], tuple[bool, ...]],
+        known: tuple[tuple[bool, ...], tuple[bool, ...], tuple[tuple[int, ...], ...]],
         group: Group,
         site: Site,
         *parameters: DTensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.summed, ctx.apart = both
+        ctx.summed, ctx.trained, ctx.mates = known
         ctx.group, ctx.site = group, site
         ctx.specs = [compat.spec_of(p) for p in parameters]
         if torch.compiler.is_compiling():  # which cannot make their gradients from the specs
             ctx.save_for_backward(*(p for p in parameters if isinstance(p, RowsTensor)))
         locals_ = compat.shards_of(parameters)
-        # every rank must sum the same parameters in the same order
-        ctx.zeros = [
-            t.new_zeros(()).expand(t.shape) if a else None
-            for t, a in zip(locals_, ctx.apart, strict=True)
-        ]
+        if ctx.mates:
+            ctx.zeros = [
+                t.new_zeros(()).expand(t.shape) if others else None
+                for t, others in zip(locals_, ctx.mates, strict=True)
+            ]
         return tuple(locals_)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        grads = tuple(z if g is None else g for g, z in zip(grads, ctx.zeros, strict=True))
+        if ctx.mates:
+            grads = _alike(grads, ctx)
         if compat.differentiates_backward():
             return (None, None, None, *_differentiably(ctx, grads))
         local = list(grads)
@@ -104,6 +110,13 @@ class _Localize(torch.autograd.Function):
             for g, spec in zip(local, ctx.specs, strict=True)
         )
         return (None, None, None, *wrapped)
+
+
+def _alike(grads: Sequence[torch.Tensor | None], ctx: Any) -> tuple[torch.Tensor | None, ...]:
+    """The gradients that every rank has: all must sum the same parameters in the same order."""
+    used = [any(grads[i] is not None for i in others) for others in ctx.mates]
+    every = (z if g is None and u else g for g, z, u in zip(grads, ctx.zeros, used, strict=True))
+    return tuple(g if t else None for g, t in zip(every, ctx.trained, strict=True))
 
 
 def _shared(grads: Sequence[torch.Tensor | None], ctx: Any) -> list[int]:

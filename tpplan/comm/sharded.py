@@ -89,7 +89,8 @@ class Source:
             if len(self.specs) > 64:  # lengths change at every step of a decoding loop
                 self.specs.clear()
             spec = compat.dtensor_spec(self.mesh, (Shard(dim),), shape, rows.dtype)
-            self.specs[key] = spec
+            if type(spec.placements[0]) is Shard:  # and not what stands for one in a trace
+                self.specs[key] = spec
         return spec
 
     def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
@@ -176,13 +177,13 @@ class Whole:
         self._seen = self._version()
 
     @staticmethod
-    def of(x: Sharded, why: str) -> Whole:
-        """What ``x`` is, whole: kept with it where its gradient will ask for it again."""
+    def of(x: Sharded, why: str, again: bool) -> Whole:
+        """What ``x`` is, whole: kept with it where a gradient will ask for it ``again``."""
         kept = x._tpplan_whole
         if kept is not None and kept._seen == kept._version():
             return kept
         made = Whole(x, why)
-        if torch.is_grad_enabled() and x.requires_grad:
+        if again:
             x._tpplan_whole = made
         return made
 
@@ -247,42 +248,55 @@ def whole_of(rows: torch.Tensor, source: Source, length: int, dim: int) -> Shard
     return _WholeOf.apply(rows, source, length, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def rows_of(x: Sharded, count: int | None = None) -> torch.Tensor:
-    """This rank's rows of ``x``, followed by zeros up to ``count``; differentiable."""
-    return _RowsOf.apply(x, count)  # type: ignore[no-any-return, no-untyped-call]
+def _made(rows: torch.Tensor, source: Source, length: int, dim: int) -> Sharded:
+    return wrapped(source.unpadded(rows, length, dim), source, source.spec(rows, length, dim))
+
+
+def rows_of(x: DTensor, count: int | None = None, source: Source | None = None) -> torch.Tensor:
+    """This rank's rows of ``x``, followed by zeros up to ``count``; differentiable.
+
+    ``source``: to be given where ``x`` is torch's own DTensor, and so is to be its gradient.
+    """
+    return _RowsOf.apply(x, count, source)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def rows_in(grad: torch.Tensor, dim: int, count: int, source: Source) -> torch.Tensor:
     """The rows, padded to ``count``, of whatever a gradient came as; differentiable."""
-    if isinstance(grad, Sharded) and dim_of(grad) == dim:
-        if compat.differentiates_backward():
-            return rows_of(grad, count)
-        return pad(local_of(grad), dim, count)
     if isinstance(grad, DTensor):
+        ours = isinstance(grad, Sharded) or compat.mesh_of(grad) == source.mesh
+        if ours and grad.placements[0] == Shard(dim):
+            # one that users made of their rows as well: torch cuts as ``Source.rows`` does
+            rows = grad.to_local() if compat.differentiates_backward() else local_of(grad)
+            return pad(rows, dim, count)
         grad = grad.full_tensor()
     return split(grad, dim, source.transition).narrow(dim, 0, count)
 
 
 class _RowsOf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Sharded, count: int | None) -> torch.Tensor:
+    def forward(ctx: Any, x: DTensor, count: int | None, source: Source | None) -> torch.Tensor:
         local, dim = local_of(x), dim_of(x)
-        ctx.source, ctx.count = x._tpplan_source, local.size(dim)
-        ctx.dim, ctx.length = dim, x.size(dim)
-        if count is None or count == ctx.count:
+        ctx.source = source or x._tpplan_source  # type: ignore[attr-defined]
+        ctx.torchs, ctx.dim, ctx.length = source is not None, dim, x.size(dim)
+        if count is None or count == local.size(dim):
             return local.view_as(local)
         return pad(local, dim, count)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return whole_of(grad, ctx.source, ctx.length, ctx.dim), None
+        source, length, dim = ctx.source, ctx.length, ctx.dim
+        if ctx.torchs:
+            spec = source.spec(grad, length, dim)
+            return compat.dtensor(source.unpadded(grad, length, dim), spec), None, None
+        make = whole_of if compat.differentiates_backward() else _made
+        return make(grad, source, length, dim), None, None
 
 
 class _WholeOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, source: Source, length: int, dim: int) -> Sharded:
         ctx.source, ctx.dim, ctx.count = source, dim, rows.size(dim)
-        return wrapped(source.unpadded(rows, length, dim), source, source.spec(rows, length, dim))
+        return _made(rows, source, length, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -422,7 +436,11 @@ class _Op:
 
     def on_whole(self) -> Any:
         """The result, of whole tensors; what is written to sharded ones, each rank's rows take."""
-        wholes = {id(t): Whole.of(t, self.name) for t in self.sharded}
+        given = tree_leaves((self.args, self.kwargs))
+        # the gradient of one may need the other: of a prediction, the target
+        trained = any(isinstance(t, torch.Tensor) and t.requires_grad for t in given)
+        again = trained and torch.is_grad_enabled()
+        wholes = {id(t): Whole.of(t, self.name, again) for t in self.sharded}
         copies = {id(t): wholes[id(t)].tensor.clone() for t in self.written if id(t) in wholes}
 
         def whole(t: Any) -> Any:

@@ -199,9 +199,11 @@ class Stream:
         rows = chunk(x.size(self.dim), self.group.size)
         if torch.compiler.is_compiling():
             return traced.rows_of(x, self.dim, rows)
-        if not isinstance(x, Sharded):
-            return pad(x.to_local(), self.dim, rows)
-        return rows_of(x, rows)
+        if isinstance(x, Sharded):
+            return rows_of(x, rows)
+        if compat.mesh_of(x) is self.mesh and type(compat.local_of(x)) is torch.Tensor:
+            return rows_of(x, rows, self.source)
+        return pad(x.to_local(), self.dim, rows)
 
     def to_global(self, local: torch.Tensor, length: int, dim: int | None = None) -> DTensor:
         """The DTensor of global ``length`` along ``dim`` whose padded chunk is ``local``."""

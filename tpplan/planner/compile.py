@@ -336,7 +336,6 @@ class _Compiler:
             placement=placement,
             local_shape=tuple(shape),
             summed=self.tp > 1 and any(self.summed(name) for name in names),
-            apart=any(self.placing.list_of(name) is not None for name in names),
             aliases=names[1:],
             rule=self.placing.rule_of(names[0]),
         )

@@ -34,7 +34,6 @@ class ParameterPlan:
     Attributes:
         shape: global; local_shape: of the first rank, which has the most rows.
         summed: whether its gradient is summed over the ranks, because each rank's is only a part.
-        apart: whether only one rank uses it (a module for each head), and has a gradient for it.
         aliases: its other names where it is tied.
         rule: the rule that decided, or None where it is small and was left replicated.
     """
@@ -45,7 +44,6 @@ class ParameterPlan:
     placement: Placement
     local_shape: tuple[int, ...]
     summed: bool = False
-    apart: bool = False
     aliases: tuple[str, ...] = ()
     rule: Rule | None = None
 

@@ -107,6 +107,12 @@ class _Walk:
         self.entry = {
             call.index: self._entries(call) for call in trace.calls if call.path in boundaries
         }
+        # arguments of which each rank takes its heads, where their gradient is put together
+        for_heads = {path: rule.options.get("head_inputs") or () for path, rule in rules.items()}
+        self.for_heads = {
+            call.index: {self._argument(call, name) for name in for_heads.get(call.path, ())}  # type: ignore[attr-defined]
+            for call in trace.calls
+        }
         # calls of replicated modules that are given the whole of the stream
         self.apart: set[int] = set()
         # what column-parallel layers made of tokens without their batch
@@ -148,6 +154,8 @@ class _Walk:
         return self.flow
 
     def enter(self, call: Call) -> None:
+        for number in self.for_heads[call.index]:
+            self.flow.elsewhere |= self.weights.get(number, frozenset())  # type: ignore[arg-type]
         style = self.styles.get(call.path)
         given = next((n for n in call.arguments if n in self.trace.floating), None)
         sharded = given in self.region and given not in self.whole_in_region
@@ -226,13 +234,19 @@ class _Walk:
         around = list(self.trace.ancestors(op.call))
         entries = {n for c in around for n in self.entry.get(c.index, ())}
         apart = any(c.index in self.apart for c in around)
-        region = any(n in self.region or n in entries for n in op.inputs)
+        cut = {n for c in around for n in self.for_heads[c.index]}
+        cut &= self.trained | self.weights.keys()
+        region = any(n in self.region or n in entries or n in cut for n in op.inputs)
         stream = not region and not apart and any(n in self.stream for n in op.inputs)
         self.note_noise(index, op, "region" if region else "stream" if stream else "whole")
         if any(c.path in self.multihead for c in around):
             return
-        weights = frozenset().union(*(self.weights.get(n, frozenset()) for n in op.inputs))
-        data = [n for n in op.inputs if n not in self.weights and n not in self.constant]
+        weights = frozenset[str]().union(
+            *(self.weights.get(n, frozenset()) for n in op.inputs if n not in cut)
+        )
+        data = [
+            n for n in op.inputs if n in cut or (n not in self.weights and n not in self.constant)
+        ]
         if not weights and not data:
             self.constant.update(op.outputs)
             return
@@ -253,7 +267,7 @@ class _Walk:
         whole = [
             n
             for n in data
-            if n in self.trained and n not in self.region and n not in entries
+            if n in self.trained and n not in self.region and n not in entries and n not in cut
             if region or n not in self.stream
         ]
         if region:

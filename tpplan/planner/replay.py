@@ -14,6 +14,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -299,7 +300,8 @@ class _Replay:
     def _with_heads(self, plan: ModulePlan, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.rank is not None:
-                args, kwargs = own_heads(plan, self.rank, self.tp, args, kwargs)
+                cut = partial(heads_of, heads=plan.heads, rank=self.rank, tp=self.tp)
+                args, kwargs = own_heads(plan, cut, args, kwargs)
             return original(*args, **kwargs)
 
         return forward
@@ -326,30 +328,40 @@ def _shortened(module: nn.Module, rank: int, tp: int) -> Callable[[], None]:
 
 
 def own_heads(
-    plan: ModulePlan, rank: int, tp: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    plan: ModulePlan,
+    cut: Callable[[torch.Tensor, int], torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with each of ``plan.head_inputs`` cut to the heads of ``rank``.
-
-    A dimension of batch·heads holds the heads of one sample after the other.
-    """
+    """The call with each of ``plan.head_inputs`` ``cut`` to a rank's heads along its dimension."""
     for argument, dim in plan.head_inputs:
         x = taken(argument, args, kwargs)
-        if not isinstance(x, torch.Tensor) or x.size(dim) == 1:
+        if not isinstance(x, torch.Tensor):
             continue
         dim %= x.dim()
-        each = plan.heads // tp
-        if x.size(dim) % plan.heads:
+        if x.size(dim) != 1 and x.size(dim) % plan.heads:
             raise ValueError(
                 f"{plan.path}: '{argument.name}' has {x.size(dim)} entries along dimension {dim}, "
                 f"not a multiple of {plan.heads} heads"
             )
-        own = x.unflatten(dim, (-1, plan.heads)).narrow(dim + 1, rank * each, each)
-        value = own.flatten(dim, dim + 1)
+        value = cut(x, dim)
         if argument.name in kwargs:
             kwargs = {**kwargs, argument.name: value}
         elif argument.index is not None:
             args = (*args[: argument.index], value, *args[argument.index + 1 :])
     return args, kwargs
+
+
+def heads_of(x: torch.Tensor, dim: int, heads: int, rank: int, tp: int) -> torch.Tensor:
+    """A rank's heads of ``x``; all of it where it holds one for all of them.
+
+    A dimension of batch·heads holds the heads of one sample after the other.
+    """
+    if x.size(dim) == 1:
+        return x
+    each = heads // tp
+    grouped: torch.Tensor = x.unflatten(dim, (-1, heads))
+    return grouped.narrow(dim + 1, rank * each, each).flatten(dim, dim + 1)
 
 
 def taken(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

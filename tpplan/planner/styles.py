@@ -88,8 +88,20 @@ def _colwise(module: nn.Module, tp: int) -> str | None:
         # one module for each head, of which a rank runs those of its own heads
         if len(module) % tp:
             return f"tp {tp} does not divide its {len(module)} modules"
-        return None
+        return _unlike(module)
     return _weighted(module, tp)
+
+
+def _unlike(members: nn.ModuleList) -> str | None:
+    """What keeps the ranks from summing the gradients of different members with each other."""
+    held = [list(member.named_parameters(remove_duplicate=False)) for member in members]
+    if len({tuple((name, p.shape, p.dtype) for name, p in each) for each in held}) > 1:
+        return "its modules have different parameters, and each rank runs others of them"
+    every = [m for member in members for _, m in member.named_modules(remove_duplicate=False)]
+    inner = [id(m) for m in every if any(p is not None for p in m._parameters.values())]
+    if len(set(inner)) < len(inner):
+        return "a module is in it several times, and each rank runs others of its modules"
+    return None
 
 
 def _weighted(module: nn.Module, tp: int) -> str | None:

@@ -13,6 +13,7 @@ from tpplan.kernels.launch import chosen
 from tpplan.planner import CompiledPlan
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.holders import Undo, replace, require_whole
+from tpplan.rewrite.streams import OwnMembers
 from tpplan.rewrite.styles import PlannedStyle, swap_kernels
 
 _MARK = "_tpplan_plan"
@@ -58,6 +59,9 @@ def apply(
                 for path, plan in compiled.modules.items()
             }
             parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)
+            for module in model.modules():
+                if isinstance(module, OwnMembers):
+                    module._tpplan_seat()
             _move_buffers(model, mesh.device_type)
             if old:
                 new = {key: model.get_parameter(name) for name, key in old.items()}

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpplan.comm import reduce_out
+from tpplan.rewrite.heads import own_part
 from tpplan.rewrite.linear import reduced
 from tpplan.rewrite.lowered import Lowered
 
@@ -43,9 +44,7 @@ class MultiheadAttention(Lowered, nn.MultiheadAttention):
             )
         heads = self.num_heads // size
         q, k, v = (_heads(x, heads, self.batch_first) for x in self._projected(query, key, value))
-        mask = _mask(
-            attn_mask, key_padding_mask, heads, state.stream.group.rank, size, q.dtype, q.dim() == 3
-        )
+        mask = self._mask(attn_mask, key_padding_mask, heads, q.dtype, q.dim() == 3)
         causal = is_causal and mask is None
         dropout = self.dropout if self.training else 0.0
         weights = None
@@ -61,6 +60,32 @@ class MultiheadAttention(Lowered, nn.MultiheadAttention):
         assert isinstance(projection, Lowered)
         weight, *bias = projection._locals()
         return reduced(self, F.linear(out, weight), bias), weights
+
+    def _mask(
+        self,
+        attn_mask: torch.Tensor | None,
+        key_padding_mask: torch.Tensor | None,
+        heads: int,
+        dtype: torch.dtype,
+        unbatched: bool,
+    ) -> torch.Tensor | None:
+        """Both masks as one that is added, of shape ([batch], heads or 1, target, source)."""
+        plan, stream = self._tpplan.plan, self._tpplan.stream
+
+        def own(mask: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
+            if mask is not None:
+                mask = own_part(mask, dim, heads * stream.group.size, stream, plan.path)
+            return _added(mask, dtype)
+
+        of_heads = attn_mask is not None and attn_mask.dim() == 3  # (batch * heads, target, source)
+        mask, padding = own(attn_mask, 0 if of_heads else None), own(key_padding_mask, None)
+        if mask is not None and of_heads:
+            mask = mask.unflatten(0, (-1, heads))
+            mask = mask.squeeze(0) if unbatched else mask
+        if padding is None:
+            return mask
+        padding = padding[..., None, None, :]
+        return padding if mask is None else mask + padding
 
     def _projected(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -86,27 +111,6 @@ def _heads(x: torch.Tensor, heads: int, batch_first: bool) -> torch.Tensor:
         x = x.transpose(0, 1)
     split: torch.Tensor = x.unflatten(-1, (heads, -1))
     return split.transpose(-3, -2)
-
-
-def _mask(
-    attn_mask: torch.Tensor | None,
-    key_padding_mask: torch.Tensor | None,
-    heads: int,
-    rank: int,
-    size: int,
-    dtype: torch.dtype,
-    unbatched: bool,
-) -> torch.Tensor | None:
-    """Both masks as one that is added, of shape ([batch], heads or 1, target, source)."""
-    mask = _added(attn_mask, dtype)
-    if mask is not None and mask.dim() == 3:  # (batch * heads, target, source)
-        mask = mask.unflatten(0, (-1, heads * size)).narrow(1, rank * heads, heads)
-        mask = mask.squeeze(0) if unbatched else mask
-    padding = _added(key_padding_mask, dtype)
-    if padding is None:
-        return mask
-    padding = padding[..., None, None, :]
-    return padding if mask is None else mask + padding
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

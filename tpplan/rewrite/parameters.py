@@ -10,6 +10,7 @@ parameter of the unsharded model), which is placed as planned first.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from tpplan.comm.stream import version_of
 
 _Source = tuple[str, Any, torch.Tensor, bool]
 _Asked = tuple[nn.Module, "Own", int]  # the parameter of a module, by its number
+_Placed = tuple[tuple[_Asked, ...], list[DTensor]]  # mates' parameters, or one by itself
 
 
 # On the parameters themselves: FSDP2 puts others in their place, whose memory it takes away and
@@ -44,9 +46,12 @@ class Own:
         names: of the parameters, in the order computation wants them.
         specs: for each, how it was planned to be placed.
         summed: for each, whether its gradient is summed over the ranks.
-        apart: for each, whether only some of the ranks use it.
         site: what a summing collective is reported under when the module is on its own.
+        mates: the modules of which each rank runs one, in the order of the ranks, this one among
+            them (a module for each head); none where every rank runs this one.
     """
+
+    mates: tuple[tuple[nn.Module, Own], ...] = ()
 
     def __init__(
         self,
@@ -54,12 +59,10 @@ class Own:
         names: Sequence[str],
         summed: Sequence[bool],
         site: Site,
-        apart: Sequence[bool] = (),
     ) -> None:
         self.names = tuple(names)
         self.specs = tuple(compat.spec_of(module._parameters[name]) for name in names)  # type: ignore[arg-type]
         self.summed = tuple(summed)
-        self.apart = tuple(apart) or (False,) * len(self.names)
         self.site = site
         self.adopt(module)
 
@@ -103,12 +106,17 @@ class Own:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.names, twin.specs, twin.site = self.names, self.specs, self.site
-        twin.summed, twin.apart = self.summed, self.apart
+        twin.summed = self.summed
         twin.drop()
+        twin.mates = copy.deepcopy(self.mates, memo)
         return twin
 
     def read(self, module: nn.Module, stream: Stream) -> Sequence[torch.Tensor]:
         """The local tensors of the module's parameters, in the order of ``names``."""
+        return self._kept if self._is_current(module) else self._renewed(module, stream)
+
+    def _is_current(self, module: nn.Module) -> bool:
+        """Whether all that is kept is of what the module and its mates hold now."""
         parameters: Any = module._parameters
         for source in self._sources:
             if (
@@ -117,8 +125,16 @@ class Own:
                 or source[1]._local_tensor is not source[2]
                 or source[1].requires_grad is not source[3]
             ):
-                return self._renewed(module, stream)
-        return self._kept
+                return False
+        return not self.mates or not self._outdated(module)
+
+    def seats(self, module: nn.Module) -> tuple[tuple[nn.Module, Own], ...]:
+        """The module's mates; itself alone where it has none.
+
+        What is kept or made of the one is of the others: every rank decides for all of them, so
+        that all ranks decide alike.
+        """
+        return self.mates or ((module, self),)
 
     def stale(self, module: nn.Module) -> list[int]:
         """Which of the parameters have no local tensor, or one that is no longer theirs.
@@ -126,14 +142,23 @@ class Own:
         Without those that the module computes, which are left until it runs; but what was kept
         of them before must not be used any more by any module.
         """
-        held = module._parameters
+        if self._is_current(module):
+            return []
+        tables = [mate._parameters for mate, _ in self.seats(module)]
         return [
             i
             for i in self._outdated(module)
-            if (self.names[i] in held or self._groups[i]) and not self._waits(i, held)
+            if all(self.names[i] in held for held in tables) or self._groups[i]
+            if not self._waits(i, module)
         ]
 
     def _outdated(self, module: nn.Module) -> list[int]:
+        if not self.mates:
+            return self._changed(module)
+        found = [own._changed(mate) for mate, own in self.mates]
+        return [i for i in range(len(self.names)) if any(i in changed for changed in found)]
+
+    def _changed(self, module: nn.Module) -> list[int]:
         parameters: Any = module._parameters
         return [
             i
@@ -144,20 +169,22 @@ class Own:
             or source[1].requires_grad is not source[3]
         ]
 
-    def _waits(self, index: int, held: Mapping[str, Any]) -> bool:
+    def _waits(self, index: int, module: nn.Module) -> bool:
         """Whether a local tensor of what the module holds now was made, and not read yet."""
-        made = self._passing.get(index)
-        if made is None:
-            return False
-        now = held.get(self.names[index])
-        return now is not None and made[0] is now and made[1] == _version(now)
+        for mate, own in self.seats(module):
+            made, now = own._passing.get(index), mate._parameters.get(self.names[index])
+            if made is None or now is None or made[0] is not now or made[1] != _version(now):
+                return False
+        return True
 
     def _renewed(self, module: nn.Module, stream: Stream) -> Sequence[torch.Tensor]:
-        outdated, held = self._outdated(module), module._parameters
-        missing = [i for i in outdated if not self._waits(i, held)]
+        outdated = self._outdated(module)
+        missing = [i for i in outdated if not self._waits(i, module)]
         if missing:
             make([(module, self, i) for i in missing], stream, self.site)
-        passing, self._passing = self._passing, {}
+        passing = self._passing
+        for _, own in self.seats(module):
+            own._passing = {}
         # what was made for good just now is among the kept; what FSDP2 holds back is nowhere
         due = {i: passing[i][2] if i in passing else self._kept[i] for i in outdated}
         for i, local in due.items():
@@ -229,26 +256,38 @@ def make(asked: Iterable[_Asked], stream: Stream, site: Site) -> None:
     yet) is left out; its module will ask again when it runs.
     """
     compiling = torch.compiler.is_compiling()
-    installed: list[tuple[_Asked, DTensor]] = []
-    passing: list[tuple[_Asked, DTensor]] = []
-    for job in asked if compiling else _with_company(asked):
-        module, own, index = job
-        parameter = own.placed(index, _held(module, own.names[index]))
-        if parameter is None:
-            continue
-        if not compiling and is_installed(parameter):
-            installed.append((job, parameter))
-        else:
-            passing.append((job, parameter))
-    group = tuple(job for job, parameter in installed if parameter.requires_grad)
-    for ((_, own, index), origin), local in _localized(installed, stream, site, keep=True):
+    installed: list[_Placed] = []
+    passing: list[_Placed] = []
+    for jobs in _seated(asked if compiling else _with_company(asked)):
+        found = [own.placed(i, _held(module, own.names[i])) for module, own, i in jobs]
+        parameters = [p for p in found if p is not None]
+        if len(parameters) == len(jobs):
+            keep = not compiling and all(is_installed(p) for p in parameters)
+            (installed if keep else passing).append((jobs, parameters))
+    made = list(_localized(installed, stream, site, keep=True))
+    group = tuple(job for job, _, local in made if local.requires_grad)
+    for (_, own, index), origin, local in made:
         own._kept[index] = local
-        own._groups[index] = group if origin.requires_grad else ()
+        own._groups[index] = group if local.requires_grad else ()
         source = (own.names[index], origin, compat.local_of(origin), origin.requires_grad)
         own._sources[index] = source
-    for ((module, own, index), _), local in _localized(passing, stream, site, keep=False):
+    for (module, own, index), _, local in _localized(passing, stream, site, keep=False):
         held = module._parameters.get(own.names[index])
-        own._passing[index] = held, _version(held), local
+        # a new table: of one that was there before, torch.compile would return what was in it
+        own._passing = {**own._passing, index: (held, _version(held), local)}
+
+
+def _seated(asked: Iterable[_Asked]) -> list[tuple[_Asked, ...]]:
+    """Each parameter with those of its module's mates, in the order of the ranks."""
+    found: list[tuple[_Asked, ...]] = []
+    met: list[_Asked] = []
+    for module, own, index in asked:
+        if own.mates and any(own is other and index == i for _, other, i in met):
+            continue
+        found.append(tuple((mate, other, index) for mate, other in own.seats(module)))
+        if own.mates:
+            met += found[-1]
+    return found
 
 
 def _with_company(asked: Iterable[_Asked]) -> Iterable[_Asked]:
@@ -257,10 +296,13 @@ def _with_company(asked: Iterable[_Asked]) -> Iterable[_Asked]:
     Not those for which local tensors stand in at this moment: their modules are running.
     """
     found = dict.fromkeys(asked)
-    for _, own, index in tuple(found):
-        for module, other, i in own.disband(index):
-            if is_installed(module._parameters.get(other.names[i])):
-                found[module, other, i] = None
+    for jobs in _seated(tuple(found)):
+        for _, own, index in jobs:
+            for job in own.disband(index):
+                module, other, i = job
+                seats = other.seats(module)
+                if all(is_installed(m._parameters.get(o.names[i])) for m, o in seats):
+                    found[job] = None
     return found
 
 
@@ -293,22 +335,24 @@ def _version(held: Any) -> int:
 
 
 def _localized(
-    jobs: Sequence[tuple[_Asked, DTensor]], stream: Stream, site: Site, keep: bool
-) -> Iterable[tuple[tuple[_Asked, DTensor], torch.Tensor]]:
-    trained = [job for job in jobs if job[1].requires_grad]
-    frozen = [job for job in jobs if not job[1].requires_grad]
+    seats: Sequence[_Placed], stream: Stream, site: Site, keep: bool
+) -> Iterable[tuple[_Asked, DTensor, torch.Tensor]]:
+    trained = [seat for seat in seats if any(p.requires_grad for p in seat[1])]
+    frozen = [seat for seat in seats if not any(p.requires_grad for p in seat[1])]
+    jobs = [job for found, _ in (*frozen, *trained) for job in found]
+    parameters = [p for _, found in (*frozen, *trained) for p in found]
+    still = sum(len(found) for found, _ in frozen)
     locals_: tuple[torch.Tensor, ...] = ()
     # what is kept outlives this forward, which may be one without gradients
     with torch.inference_mode(False), torch.enable_grad():
-        shards = compat.shards_of([parameter for _, parameter in frozen]) if frozen else ()
+        shards = compat.shards_of(parameters[:still]) if still else ()
         if trained:
-            locals_ = localize(
-                [parameter for _, parameter in trained],
-                [own.summed[index] for (_, own, index), _ in trained],
-                stream.group,
-                site,
-                [own.apart[index] for (_, own, index), _ in trained],
-            )
+            places: list[tuple[int, ...]] = []
+            for found, _ in trained:
+                mates = tuple(range(len(places), len(places) + len(found)))
+                places += [mates if len(found) > 1 else ()] * len(found)
+            summed = [own.summed[index] for _, own, index in jobs[still:]]
+            locals_ = localize(parameters[still:], summed, stream.group, site, places)
     if keep and trained:
         compat.run_when_ready(locals_[0].grad_fn)
-    return zip((*frozen, *trained), (*shards, *locals_), strict=True)
+    return zip(jobs, parameters, (*shards, *locals_), strict=True)

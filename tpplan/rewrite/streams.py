@@ -18,7 +18,6 @@ from tpplan.comm.conjugates import join
 from tpplan.comm.sharded import Window
 from tpplan.comm.stream import Parts
 from tpplan.planner import Argument
-from tpplan.planner.replay import own_heads
 from tpplan.planner.results import at, with_at
 from tpplan.rewrite.draws import draws_in_training
 from tpplan.rewrite.logits import Logits
@@ -51,12 +50,14 @@ def _replaced(
 def _members(module: Lowered) -> list[tuple[Lowered, Own]]:
     state = module._tpplan
     if state.members is None:
-        state.members = [
-            (m, m._tpplan.own)
-            for m in module.modules()
-            if isinstance(m, Lowered) and m._tpplan.own.names
-        ]
+        state.members = _holding(module)
     return state.members
+
+
+def _holding(module: nn.Module) -> list[tuple[Lowered, Own]]:
+    """The rewritten modules inside of ``module`` that have parameters of their own."""
+    lowered = (m for m in module.modules() if isinstance(m, Lowered))
+    return [(m, m._tpplan.own) for m in lowered if m._tpplan.own.names]
 
 
 def _prepare(module: Lowered, summed_only: bool) -> None:
@@ -320,20 +321,22 @@ class Boundary(Lowered):
         return super().forward(*args, **kwargs)
 
 
-class HeadInputs(Lowered):
-    """Takes its own heads of the arguments that hold something for every head."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        group = self._tpplan.stream.group
-        args, kwargs = own_heads(self._tpplan.plan, group.rank, group.size, args, kwargs)
-        return super().forward(*args, **kwargs)
-
-
 class OwnMembers(Lowered, nn.ModuleList):
     """A list with a module for each head: this rank's code meets those of its own heads."""
 
+    def _tpplan_seat(self) -> None:
+        """Tell the modules which of them run in each other's place on other ranks."""
+        members = list(self._modules.values())
+        each = len(members) // self._tpplan.stream.group.size
+        for place in range(each):
+            for mates in zip(*map(_holding, members[place::each]), strict=True):  # type: ignore[arg-type]
+                for _, own in mates:
+                    own.mates = mates
+
+    def _tpplan_missing(self) -> bool:
+        return any(own.stale(module) for module, own in _members(self))
+
     def _own(self) -> list[nn.Module]:
-        _prepare(self, summed_only=True)
         group = self._tpplan.stream.group
         each = len(self._modules) // group.size
         return list(self._modules.values())[each * group.rank :][:each]  # type: ignore[arg-type]
@@ -341,10 +344,26 @@ class OwnMembers(Lowered, nn.ModuleList):
     def __len__(self) -> int:
         return len(self._modules) // self._tpplan.stream.group.size
 
+    def _tpplan_require_alike(self) -> None:
+        """Refuse what would have each rank gather and scatter other parameters than the rest."""
+        from torch.distributed.fsdp import FSDPModule  # which takes long to import
+
+        for name, module in self.named_modules():
+            if module is not self and isinstance(module, FSDPModule):
+                raise RuntimeError(
+                    f"{self._tpplan.plan.path}.{name} is sharded by FSDP by itself, but ranks run "
+                    "different modules of that list; apply fully_shard to a module around it"
+                )
+
     def __iter__(self) -> Iterator[nn.Module]:
+        if self._tpplan_missing():
+            self._tpplan_require_alike()
+            _prepare(self, summed_only=True)
         return iter(self._own())
 
     def __getitem__(self, index: Any) -> Any:
+        if self._tpplan_missing():
+            self._tpplan_require_alike()
         return self._own()[index]
 
 

@@ -20,6 +20,7 @@ from tpplan.rewrite.attention import MultiheadAttention
 from tpplan.rewrite.draws import Draws
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.fused import ROLES, Around, Swapped, common, partner_of
+from tpplan.rewrite.heads import HeadInputs
 from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseScattered, RowwiseTogether
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
 from tpplan.rewrite.norm import WidthNorm
@@ -29,7 +30,6 @@ from tpplan.rewrite.streams import (
     Boundary,
     Container,
     Element,
-    HeadInputs,
     OwnMembers,
     SequenceEmbedding,
     SequenceParallel,
@@ -66,12 +66,11 @@ class PlannedStyle(ParallelStyle):
         self.installed, self.entries, self.source = installed, entries, source
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        summed, apart = [], []
+        summed = []
         for leaf in self.plan.parameters:
             name = f"{self.plan.path}.{leaf}" if self.plan.path else leaf
             entry = self.compiled.parameter(name)
             summed.append(entry.summed)
-            apart.append(entry.apart)
             if entry.name not in self.installed:
                 parameter = module._parameters[leaf]
                 assert parameter is not None
@@ -88,7 +87,7 @@ class PlannedStyle(ParallelStyle):
         roles, inner = roles_of(self.plan, module, self._fused(device_mesh.device_type))
         if roles or inner is not None:
             site = summing_site(self.plan.path)
-            own = Own(module, self.plan.parameters, summed, site, apart)
+            own = Own(module, self.plan.parameters, summed, site)
             partner = partner_of(self.plan.path, module, self.plan.kernel, self.root)
             state = State(self.plan, self.stream, own, self._transition(), self._entries(), partner)
             lower(module, roles, state, inner)

@@ -1,0 +1,56 @@
+"""What is given for all heads, of which a rank computes with those that are its own."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tpplan.comm import Site, Stream, Transition, copy_in, split
+from tpplan.comm.stream import version_of
+from tpplan.planner.replay import heads_of, own_heads
+from tpplan.rewrite.lowered import Lowered
+
+
+def own_part(
+    x: torch.Tensor, dim: int | None, heads: int, stream: Stream, path: str
+) -> torch.Tensor:
+    """This rank's heads of ``x``, along ``dim``; all of it where it holds one for all of them.
+
+    Where gradients are asked of it, they are what all heads make of them, on every rank: parts are
+    put together, what is for all heads is summed. Modules that are given the same tensor in one
+    forward share its part, and what that sends.
+    """
+    group = stream.group
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x if dim is None else heads_of(x, dim, heads, group.rank, group.size)
+    shared = None if torch.compiler.is_compiling() else stream.shared
+    key = own_part, id(x), dim
+    if shared is not None and key in shared:
+        given, version, own, changed = shared[key]
+        if given is x and version == version_of(x) and changed == version_of(own):
+            return own  # type: ignore[no-any-return]
+    site = Site(path, "gradient of what is given for all heads")
+    transition = Transition(group, site, site)
+    whole = x.full_tensor() if isinstance(x, DTensor) else x
+    if dim is None or x.size(dim) == 1:
+        own = copy_in(whole, transition)
+    else:
+        own = split(whole.unflatten(dim, (-1, heads)), dim + 1, transition).flatten(dim, dim + 1)
+    if shared is not None:
+        shared[key] = x, version_of(x), own, version_of(own)
+    return own
+
+
+class HeadInputs(Lowered):
+    """Takes its own heads of the arguments that hold something for every head."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plan = self._tpplan.plan
+        cut = functools.partial(
+            own_part, heads=plan.heads, stream=self._tpplan.stream, path=plan.path
+        )
+        args, kwargs = own_heads(plan, cut, args, kwargs)
+        return super().forward(*args, **kwargs)
