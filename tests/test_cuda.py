@@ -132,7 +132,7 @@ def test_the_stream() -> None:
         x = sharded._WholeOf.forward(context, local, whole.source, 7, 1)
         assert devices(x.to_local(), sharded._WholeOf.backward(context, x)) == {HERE}
         context = Context()
-        local = sharded._RowsOf.forward(context, x, 4)
+        local = sharded._RowsOf.forward(context, x, 4, None)
         back = sharded._RowsOf.backward(context, local)[0]
         assert devices(local, back.to_local()) == {HERE}
 
@@ -154,8 +154,9 @@ def test_summed_gradients() -> None:
     with cuda_mesh(2) as mesh, fakes():
         ones = [DTensor.from_local(torch.empty(n, device=HERE), mesh) for n in (3, 4, 5)]
         context = Context()
-        both = (True, True, False), (False, True, False)
-        locals_ = gradients._Localize.forward(context, both, Group.of(mesh), SITE, *ones)
+        # summed, trained, and which stand in each other's place on the ranks
+        known = (True, True, False), (True,) * 3, ((0,), (1, 2), (1, 2))
+        locals_ = gradients._Localize.forward(context, known, Group.of(mesh), SITE, *ones)
         grads = gradients._Localize.backward(context, locals_[0], None, locals_[2])[3:]
         assert devices(locals_, [g.to_local() for g in grads]) == {HERE}
 

@@ -12,7 +12,8 @@ import pytest
 
 import tpplan
 from tests.models import hf
-from tpplan import compat, shipped
+from tpplan import shipped
+from tpplan.compat import replaced
 from tpplan.kernels import launch
 from tpplan.language import PlanError
 
@@ -112,9 +113,9 @@ def test_names_are_there_when_they_are_asked_for() -> None:
 
 def test_what_torch_no_longer_has_is_named() -> None:
     gone = types.SimpleNamespace(__name__="torch.somewhere", _here=1)
-    assert compat._there(gone, "_here") == 1
+    assert replaced.there(gone, "_here") == 1
     with pytest.raises(RuntimeError, match=r"has no torch\.somewhere\._gone, which tpplan replac"):
-        compat._there(gone, "_gone")
+        replaced.there(gone, "_gone")
 
 
 def test_the_source_distribution_has_what_the_readme_runs(tmp_path: Path) -> None:

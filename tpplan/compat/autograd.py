@@ -1,0 +1,69 @@
+"""Autograd's nodes, hooks and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+_RUN_AT_ONCE = 2**62
+
+
+def hooks_of(leaf: torch.Tensor) -> tuple[Any, Any]:
+    """The tables of a leaf's hooks: on its gradient, and after that is accumulated."""
+    return leaf._backward_hooks, leaf._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
+def set_hooks(leaf: torch.Tensor, hooks: tuple[Any, Any]) -> None:
+    """Give a leaf the hooks of another one, under the handles that users hold."""
+    if hooks[0]:
+        leaf._backward_hooks = hooks[0]
+    if hooks[1]:
+        leaf._post_accumulate_grad_hooks = hooks[1]  # type: ignore[attr-defined]
+
+
+def is_held_elsewhere(gradient: torch.Tensor) -> bool:
+    """Whether autograd holds on to a gradient that it gave to a function."""
+    return gradient._use_count() > 1  # type: ignore[attr-defined, no-any-return]
+
+
+def below_autograd() -> contextlib.AbstractContextManager[object]:
+    """Within it, ops skip their autograd registrations; for code inside autograd functions.
+
+    The functional collectives have theirs in Python, which costs more than the call itself. Not for
+    code that is being compiled.
+    """
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside autograd's backward (activation checkpointing recomputes)."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
+
+
+def sequence_number() -> int:
+    """The number that the next autograd node this thread records will have."""
+    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined, no-any-return]
+
+
+def running_node() -> int | None:
+    """The number of the autograd node whose backward runs in this thread, None outside backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def differentiates_backward() -> bool:
+    """Whether the backward that is running is itself recorded (``create_graph=True``)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def run_when_ready(node: Any) -> None:
+    """Let autograd run ``node`` as soon as its gradients are complete.
+
+    The engine orders ready nodes by creation, latest first; a node kept over several forwards
+    would wait for the end of the backward pass and hold every gradient until then.
+    """
+    node._set_sequence_nr(_RUN_AT_ONCE)

@@ -1,0 +1,117 @@
+"""Who sees, traces or replaces the ops that are called; fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+from tpplan.compat.replaced import there
+
+NeedsValuesError = (DataDependentOutputException, DynamicOutputShapeException)
+"""What an op raises whose result depends on values that fake tensors do not have."""
+
+# called for every op and collective: not wrapped
+dispatch_is_observed: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Whether a mode is to see, or to replace, the ops that are called (how many)."""
+
+
+def fakes_are_made() -> bool:
+    """Whether ops make fake tensors now: nothing is computed, and nothing sent."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fake, or a DTensor or another wrapper of fakes."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.is_fake(tensor)
+
+
+def tracer(sharded: bool) -> str | None:
+    """Who records this forward in a form that holds no collectives, or no ``sharded`` tensors."""
+    if torch.fx._symbolic_trace.is_fx_symbolic_tracing():
+        return "torch.fx"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit"
+    exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return "torch.export without strict=True" if sharded and exports else None
+
+
+def is_traced() -> bool:
+    """Whether torch.compile traces now; what ops write in place, it makes functions of."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def without_fakes() -> contextlib.AbstractContextManager[object]:
+    """Within it, ops compute, although a fake mode is active."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+@contextlib.contextmanager
+def rehearsed_in(context: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    """Within it, DTensor tries ops on fake tensors, to know their results' sizes, in ``context``.
+
+    It holds a lock while it does so, which is nothing unless ranks are threads.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    outer = there(ShardingPropagator, "_fake_mode_lock")
+    ShardingPropagator._fake_mode_lock = context  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._fake_mode_lock = outer
+
+
+def dispatch_modes() -> list[Any]:
+    """The modes that are to see the ops that are called, the outermost first."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return _get_current_dispatch_mode_stack()
+
+
+def unobserved() -> contextlib.AbstractContextManager[object]:
+    """Within it, no mode sees the ops that are called: they are no part of the computation."""
+    if not dispatch_is_observed():
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def unmoded() -> contextlib.AbstractContextManager[None]:
+    """Within it, no mode sees torch's functions."""
+    return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from logging the traceback of an error on fake tensors that is raised as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def unfused() -> Iterator[None]:
+    """Without the fused attention layers of ``torch.nn``, which do not call their submodules."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -1,0 +1,148 @@
+"""DTensors: their parts, their making, what torch does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpplan.compat.replaced import there
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """The shard a DTensor holds on this rank, without autograd (``to_local()`` records a node)."""
+    return tensor._local_tensor
+
+
+class _Shards(TorchDispatchMode):
+    """Within it, ``detach`` of a DTensor answers with its shard."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(args[0]._local_tensor)
+
+
+def shards_of(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
+    """The shards of DTensors, outside autograd, each with the version counter of its DTensor.
+
+    What is written to a DTensor bumps the counter of the DTensor alone. Autograd takes what
+    ``detach`` returns for a view of what it was given, so it shares the counter with it: a
+    parameter that is changed before its backward is noticed there.
+    """
+    if torch.compiler.is_compiling():
+        return [t._local_tensor.view_as(t._local_tensor) for t in tensors]
+    with torch.no_grad(), _Shards():
+        return [torch.ops.aten.detach.default(t) for t in tensors]
+
+
+def _settable_data() -> None:
+    """Let ``parameter.data = value`` reach the shard; as torch has it, a DTensor keeps its own."""
+    plain = vars(torch._C.TensorBase)["data"]
+
+    def set_data(self: DTensor, value: torch.Tensor) -> None:
+        plain.__set__(self, value)
+        if isinstance(value, DTensor):
+            self._local_tensor, self._spec = value._local_tensor, value._spec
+
+    DTensor.data = property(plain.__get__, set_data)  # type: ignore[assignment, method-assign]
+
+
+def _find_anomalies() -> None:
+    """Let anomaly mode look into gradients that are DTensors: torch knows no sharding of its op."""
+    op = torch.ops.aten._is_any_true.default
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    if op not in propagator.op_strategy_funcs:
+        register_sharding(op)(lambda x: [([Replicate()], [Replicate()])])
+
+
+_settable_data()
+_find_anomalies()
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """The mesh, placements and global metadata of a DTensor."""
+    return tensor._spec
+
+
+def mesh_of(tensor: DTensor) -> DeviceMesh:
+    """The mesh of a DTensor."""
+    return tensor._spec.mesh
+
+
+def dtensor_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    stride: Sequence[int] | None = None,
+) -> DTensorSpec:
+    """The spec of a global tensor of ``shape``, contiguous unless its ``stride`` is given.
+
+    It costs 10 µs, so callers keep it.
+    """
+    if stride is None:
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.append(strides[-1] * max(int(size), 1))
+        stride = strides[::-1]
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def dtensor(local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTensor) -> DTensor:
+    """A DTensor around ``local`` outside autograd: for gradients and inside autograd functions.
+
+    The constructor cannot be traced by torch.compile, nor differentiated; ``from_local`` can.
+    """
+    whole = torch.compiler.is_compiling() or (torch.is_grad_enabled() and local.requires_grad)
+    if whole and kind is DTensor:
+        assert spec.tensor_meta is not None
+        return DTensor.from_local(
+            local,
+            spec.mesh,
+            spec.placements,
+            run_check=False,
+            shape=spec.tensor_meta.shape,
+            stride=spec.tensor_meta.stride,
+        )
+    if local.requires_grad:
+        local = local.detach()
+    # what DTensor.__new__ is: DTensor.__init__ does nothing, for more than half of the time
+    return torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
+
+
+def unflattened(kind: type[DTensor], inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
+    """``__tensor_unflatten__`` of a DTensor's subclass: what torch builds, but of that class."""
+    plain = DTensor.__tensor_unflatten__(inner, context, size, stride)
+    return torch.Tensor._dtensor__new__(  # type: ignore[attr-defined, no-any-return]
+        kind, plain._local_tensor, plain._spec, requires_grad=plain.requires_grad
+    )
+
+
+def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
+    """Have FSDP2 build DTensors whose last placement is of class ``placement`` as ``kind``.
+
+    It takes parameters and gradients apart and builds plain DTensors from their specs, which would
+    have the placement, but not what goes with it.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    build = there(_fsdp_param, "_from_local_no_grad")
+    if placement in getattr(build, "placements", ()):
+        return
+
+    def built(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+        if isinstance(spec.placements[-1], placement):
+            return torch.Tensor._dtensor__new__(  # type: ignore[attr-defined, no-any-return]
+                kind, local, spec, requires_grad=local.requires_grad
+            )
+        return build(local, spec)  # type: ignore[no-any-return]
+
+    built.placements = (placement, *getattr(build, "placements", ()))  # type: ignore[attr-defined]
+    vars(_fsdp_param)["_from_local_no_grad"] = built

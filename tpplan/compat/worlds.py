@@ -1,0 +1,140 @@
+"""Process groups that are not there: one in which nothing is sent, and ranks that are threads."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tpplan.compat.replaced import there
+
+# seconds for which all ranks wait, and nothing is computed, until they are taken to be stuck
+_STUCK = 4.0
+_POLL = 0.25
+_C10D_TABLES = (
+    "_pg_map",
+    "_pg_names",
+    "_pg_group_ranks",
+    "_pg_backend_config",
+    "_tags_to_pg",
+    "_pg_to_tag",
+    "_group_count",
+)
+
+
+@contextlib.contextmanager
+def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
+    """A process group of ``size`` ranks in which nothing is sent, and its 1-D mesh.
+
+    A live process group is set aside for the duration and put back afterwards, so that a dry run
+    can be asked for in the middle of a real run.
+    """
+    import torch.distributed.distributed_c10d as c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    default = c10d._world.default_pg
+    names = dict(c10d._world.pg_names)
+    tables = {key: there(c10d, key) for key in _C10D_TABLES}
+    for key, value in tables.items():
+        setattr(c10d, key, type(value)())
+    for name in names.values():
+        torch._C._distributed_c10d._unregister_process_group(name)
+    c10d._update_default_pg(None)
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        try:
+            # DTensor's caches go by mesh equality: a name no real mesh has keeps them apart
+            yield init_device_mesh("cpu", (size,), mesh_dim_names=("dry run",))
+        finally:
+            dist.destroy_process_group()
+    finally:
+        for key, value in tables.items():
+            setattr(c10d, key, value)
+        c10d._update_default_pg(default)
+        for group, name in names.items():
+            torch._C._distributed_c10d._register_process_group(name, group)
+
+
+def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
+    """``job(mesh)`` on ``size`` ranks that are threads of this process; what each returned.
+
+    Every rank runs the very code a process would, its Python branches included; collectives meet
+    in memory. The first exception of a rank is raised here.
+
+    Raises:
+        RuntimeError: where all of them wait, because they issue different collectives.
+    """
+    import torch.distributed.distributed_c10d as c10d
+    from torch.testing._internal.distributed.multi_threaded_pg import (
+        ProcessLocalGroup,
+        _install_threaded_pg,
+        _uninstall_threaded_pg,
+    )
+
+    results: list[Any] = [None] * size
+    failures: list[BaseException] = []
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def run(rank: int) -> None:
+        try:
+            c10d.init_process_group("threaded", rank=rank, world_size=size, store=store)
+            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+            results[rank] = job(mesh)
+        except BaseException as error:
+            failures.append(error)
+            ProcessLocalGroup.exception_handle(error)
+        finally:
+            if c10d.is_initialized():
+                c10d.destroy_process_group()
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
+    _install_threaded_pg()
+    try:
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        _join(threads, failures, ProcessLocalGroup.exception_handle)
+    finally:
+        ProcessLocalGroup.reset()
+        _uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+    if failures:
+        raise failures[0]
+    return results
+
+
+def _join(
+    threads: Sequence[threading.Thread],
+    failures: list[BaseException],
+    stop: Callable[[BaseException], None],
+) -> None:
+    """Wait for ``threads``, unless all that are left wait for each other.
+
+    Time is counted in polls: a process that is given none does not poll either.
+    """
+    worked, idle = time.process_time(), 0
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(_POLL)
+            now = time.process_time()
+            if now - worked > 0.02 or not all(_waits(t) for t in threads if t.is_alive()):
+                worked, idle = now, 0
+                continue
+            idle += 1
+            if idle * _POLL >= _STUCK and not failures:
+                error = RuntimeError("the ranks wait for each other in different collectives")
+                failures.append(error)
+                stop(error)
+
+
+def _waits(thread: threading.Thread) -> bool:
+    """Whether a thread's innermost frame is one of ``threading``'s."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_filename == threading.__file__
