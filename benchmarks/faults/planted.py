@@ -152,8 +152,8 @@ FAULTS = (
         "loss",
     ),
     Fault(
-        "a chunk that was changed in place is taken",
-        "comm.stream:chunk_of",
+        "logits changed in place are taken as before",
+        "rewrite.logits:chunk_of",
         to.kept_chunk,
         "in place sp",
     ),

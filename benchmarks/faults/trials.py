@@ -123,7 +123,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(32, 16)
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
         self.layers = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, ids):
@@ -131,7 +131,7 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
             x.mul_(0.5)
-        return x
+        return self.head(x).mul_(0.5)
 
 
 def make():
@@ -144,6 +144,7 @@ def call(batch, length, generator):
 _IN_PLACE_PLAN = """tpplan: 1
 rules:
   embed: vocab
+  head: vocab
   layers.*.norm: sequence_parallel
   layers.*.up: colwise
   layers.*.down: rowwise
@@ -164,6 +165,7 @@ _TORCHS = (
 _TORCHS_PLAN = """tpplan: 1
 rules:
   embed: vocab
+  head: vocab
   layers.*.norm: sequence_parallel
   layers.*.attn: attention
 """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.language.helpers import marked, problem, problems
@@ -48,12 +46,10 @@ def test_anchors_and_aliases_are_refused() -> None:
     assert "'*x' as an alias" in alias.message
 
 
-def test_a_bomb_is_refused_at_once() -> None:
+def test_a_bomb_is_refused_before_it_goes_off() -> None:
     lines = ["a0: &a0 [x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
-    start = time.perf_counter()
     found = problems("\n".join(lines))
-    assert time.perf_counter() - start < 2
     assert any("'&a0'" in d.message for d in found)
 
 
@@ -109,9 +105,7 @@ def test_a_second_document_is_refused() -> None:
 
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? "])
 def test_deep_nesting_is_an_error_and_no_recursion(opening: str) -> None:
-    start = time.perf_counter()
     assert "20 levels deep" in problem(opening * 100_000).message
-    assert time.perf_counter() - start < 2
 
 
 def test_a_huge_plan_is_refused() -> None:
