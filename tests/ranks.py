@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import tempfile
 import traceback
@@ -38,6 +39,8 @@ class RankError(AssertionError):
 
 def _serve(rank: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what no test has made is not looked through by each that compiles
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
     dist.init_process_group(
         "gloo",
