@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
-from tests.compare import Errors, Findings, beyond, gradient_errors, step
+from tests.compare import Errors, Findings, beyond, full, gradient_errors, step
 from tests.models import weighed
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
@@ -36,9 +36,10 @@ class Head(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(HEAD))
         self.norm, self.mix = nn.LayerNorm(HEAD), nn.Linear(HEAD, HEAD)
+        self.idle = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mix(self.norm(x) * self.scale).tanh()
+        return x if self.idle else x + self.mix(self.norm(x) * self.scale).tanh()
 
 
 class Layer(nn.Module):
@@ -103,6 +104,18 @@ def called(model: Any) -> dict[str, torch.Tensor]:
     return {"output": y, "objective": weighed(y)}
 
 
+def unused(reference: Model, model: Any) -> Errors:
+    """Gradients where some parameters are not used: members have zeros for None."""
+    found = []
+    for m in (reference, model):
+        m.zero_grad()
+        called(m)["objective"].backward()
+        zeros = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in m.named_parameters()}
+        given = {n: full(p.grad) for n, p in m.named_parameters() if p.grad is not None}
+        found.append(zeros | given)
+    return gradient_errors(*found)
+
+
 def events_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """Members are reached, tied, recomputed, frozen, replaced, copied and left out."""
     found = Findings()
@@ -144,9 +157,15 @@ def events_job(mesh: DeviceMesh, sp: bool) -> Errors:
         found.add(f"{title}, two of them", gradient_errors(*(dict(enumerate(g)) for g in grads)))
         for model in models:
             model.layers[1].skipped = True
-        right("one layer is skipped")
+        found.add(f"{title}, one layer is skipped", unused(*models))
         for model in models:
             model.layers[1].skipped = False
+            for n in ("layers.0.heads.5", "layers.1.heads.2"):
+                model.get_submodule(n).idle = True
+        found.add(f"{title}, heads of some ranks are idle", unused(*models))
+        for model in models:
+            for n in ("layers.0.heads.5", "layers.1.heads.2"):
+                model.get_submodule(n).idle = False
         twins = tuple(copy.deepcopy(model) for model in models)
         right("of the copies", twins)
         for model in (*models, *twins):

@@ -113,9 +113,12 @@ class _Localize(torch.autograd.Function):
 
 
 def _alike(grads: Sequence[torch.Tensor | None], ctx: Any) -> tuple[torch.Tensor | None, ...]:
-    """The gradients that every rank has: all must sum the same parameters in the same order."""
-    used = [any(grads[i] is not None for i in others) for others in ctx.mates]
-    every = (z if g is None and u else g for g, z, u in zip(grads, ctx.zeros, used, strict=True))
+    """The gradients that every rank has: all must sum the same parameters in the same order.
+
+    What a rank does not use may be used by another, which no rank knows of the others: so all that
+    stand in each other's place take part, with zeros where there is nothing.
+    """
+    every = (z if g is None else g for g, z in zip(grads, ctx.zeros, strict=True))
     return tuple(g if t else None for g, t in zip(every, ctx.trained, strict=True))
 
 

@@ -18,7 +18,7 @@ _Cache = functools._lru_cache_wrapper
 _PASSED = (type, types.ModuleType, types.FunctionType, types.CodeType, str, bytes, int, float)
 _DEPTH = 6
 _clean: dict[object, weakref.WeakKeyDictionary[_Cache[Any], Any]] = {}
-"""How often each cache had been called when it was last found to hold nothing foreign."""
+"""How often each cache had been called when it was last known to hold nothing foreign."""
 
 
 @contextlib.contextmanager
@@ -30,10 +30,12 @@ def no_fakes_kept(foreign: Callable[[torch.Tensor], bool] = is_fake) -> Iterator
     Args:
         foreign: which tensors the user's runs must not meet.
     """
+    clean = _clean.setdefault(foreign, weakref.WeakKeyDictionary())
+    for cache in tuple(clean):
+        clean[cache] = cache.cache_info()  # of calls by others since, which may also clear it
     try:
         yield
     finally:
-        clean = _clean.setdefault(foreign, weakref.WeakKeyDictionary())
         # each refers to its type; that is asked of all objects at once, where all cost as much
         for cache in [thing for thing in gc.get_referrers(_Cache) if type(thing) is _Cache]:
             if clean.get(cache) == cache.cache_info():

@@ -34,6 +34,7 @@ from tpplan.planner.replay import Failure, prove
 from tpplan.planner.shadow import call_for, padded, shadow_of, shortened
 from tpplan.planner.sizes import Sizes
 from tpplan.planner.styles import is_multihead
+from tpplan.planner.tables import read_by_others
 from tpplan.planner.together import reduced_together
 from tpplan.planner.trace import Trace, record
 from tpplan.planner.twins import same_randomness
@@ -138,6 +139,7 @@ class _Compiler:
         self.placing.check_ties()
         self.placing.check_contradictions()
         traces = (self.trace, drawing)
+        self.read = read_by_others(traces, self.placing.names.values())
         columns, dim = self.sizes.columns, self.plan.sequence_dim
         self.probed = probe_modules(self.model, self.styles, columns, traces, dim)
         self.fused = fused_modules(self.model, self.styles, columns, self.sizes.transposed, traces)
@@ -403,6 +405,8 @@ class _Compiler:
                 heads=self.heads_of(path),
                 container=path in containers,
                 draws=self.drawn(path),
+                read=self.styles.get(path) == "vocab"
+                and any(f"{path}.{name}" in self.read for name in own),
                 attributes=FrozenMap(self.sizes.attributes.get(path)),
                 options=FrozenMap() if rule is None else rule.options,
                 kernel=self.kernel(path),

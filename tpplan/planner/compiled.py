@@ -123,6 +123,7 @@ class ModulePlan:
         heads: how many there are on all ranks.
         container: whether the stream passes through it in its global form.
         draws: what it draws random numbers for in training (dropout), None where it draws none.
+        read: whether other modules' code computes with its parameters (a vocabulary's table).
         attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
         options: the rule's remaining options.
     """
@@ -143,6 +144,7 @@ class ModulePlan:
     heads: int = 0
     container: bool = False
     draws: Draws | None = None
+    read: bool = False
     attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
     options: Mapping[str, object] = field(default_factory=FrozenMap)
     kernel: KernelChoice | None = None

@@ -215,12 +215,15 @@ class _Walk:
             self.stream.update(n for n in call.outputs if n not in self.region)
         element = self.elements.get(call.path)
         given = None if element is None else call.output_at(element.output)
-        if given is not None:
+        if element is not None and given is not None:
             if given in self.region:
                 self.flow.unreduced.append(call.path)
             self.stream.add(given)
-            others = (n for n in call.outputs if n != given and n in self.trace.floating)
-            if any(n in self.stream for n in others):
+            # by their places: the stream itself, given twice, is global in one of them alone
+            others = (
+                n for n, p in zip(call.outputs, call.places, strict=True) if p != element.output
+            )
+            if any(n in self.stream and n in self.trace.floating for n in others):
                 self.flow.escaping.append(call.path)
         if call.parent is None:
             if call.outputs and call.outputs[0] in self.region:

@@ -36,13 +36,15 @@ class Scene:
 class Result:
     """What a step gave: outputs by place, gradients of parameters and inputs, buffers after it.
 
-    ``weights``: of the outputs in the objective.
+    ``written``: the parameters whose numbers are others after it. ``weights``: of the outputs in
+    the objective.
     """
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     inputs: dict[str, torch.Tensor | None] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    written: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -56,6 +58,7 @@ def step(model: nn.Module, scene: Scene, seed: int = 0, due: Result | None = Non
     args, kwargs, given = _leaves_of(scene.call)
     if scene.scale != 1.0 and not given:
         _scale_tables(model, scene.scale)
+    before = _sums(model)
     found = outputs_of(model(*args, **kwargs))
     generator = torch.Generator().manual_seed(seed)
     result = Result() if due is None else Result(weights=due.weights)
@@ -80,7 +83,16 @@ def step(model: nn.Module, scene: Scene, seed: int = 0, due: Result | None = Non
     result.gradients = {name: p.grad for name, p in model.named_parameters()}
     result.inputs = {name: leaf.grad for name, leaf in given.items()}
     result.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    after, due_written = _sums(model), set() if due is None else set(due.written)
+    changed = {name for name in after if after[name] != before.get(name)} | due_written
+    result.written = {n: p.detach().clone() for n, p in model.named_parameters() if n in changed}
     return result
+
+
+def _sums(model: nn.Module) -> dict[str, tuple[float, float]]:
+    """Numbers that are others where what a rank holds of a parameter was written to."""
+    held = ((n, local_of(p) if isinstance(p, DTensor) else p) for n, p in model.named_parameters())
+    return {n: (float(p.detach().sum()), float(p.detach().abs().sum())) for n, p in held}
 
 
 def _scale_tables(model: nn.Module, factor: float) -> None:
@@ -141,8 +153,8 @@ def worst(due: Result, got: Result, rank: int, tp: int) -> tuple[str, float] | N
     gradients = [g for g in (*due.gradients.values(), *due.inputs.values()) if g is not None]
     largest = max((float(_largest(g)) for g in gradients), default=0.0)
     for kind in ("gradients", "inputs"):
-        theirs, ours_ = getattr(due, kind), getattr(got, kind)
-        for name, whole in theirs.items():
+        expected, ours_ = getattr(due, kind), getattr(got, kind)
+        for name, whole in expected.items():
             error = _gradient_error(whole, ours_.get(name), largest, rank, tp)
             if not error <= TOLERANCE:
                 return f"the gradient of {name}", error
@@ -153,6 +165,12 @@ def worst(due: Result, got: Result, rank: int, tp: int) -> tuple[str, float] | N
         error = _error(whole, ours, float(_largest(whole)), rank, tp)
         if not error <= TOLERANCE:
             return f"the buffer {name} afterwards", error
+    for name, ours in got.written.items():
+        theirs = due.written.get(name)
+        scale = 0.0 if theirs is None else float(_largest(theirs))
+        error = float("inf") if theirs is None else _error(theirs, ours, scale, rank, tp)
+        if not error <= TOLERANCE:
+            return f"{name} afterwards", error
     return None
 
 

@@ -27,7 +27,7 @@ def own_part(
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x if dim is None else heads_of(x, dim, heads, group.rank, group.size)
     shared = None if torch.compiler.is_compiling() else stream.shared
-    key = own_part, id(x), dim
+    key = own_part, id(x), dim, heads
     if shared is not None and key in shared:
         given, version, own, changed = shared[key]
         if given is x and version == version_of(x) and changed == version_of(own):

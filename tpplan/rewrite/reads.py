@@ -27,10 +27,19 @@ _ASKING = frozenset(
         *(torch.Tensor.size, torch.Tensor.stride, torch.Tensor.__len__, torch.Tensor.__repr__),
     }
 )
+# what is done to the parameter, not computed from its numbers
+_TO_IT = frozenset(
+    {
+        *(torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook),
+        *(torch.Tensor.retain_grad, torch.Tensor.backward, torch.Tensor.__setitem__),
+        *(torch.Tensor.__iadd__, torch.Tensor.__isub__, torch.Tensor.__imul__),
+        *(torch.Tensor.__idiv__, torch.Tensor.__ipow__),
+    }
+)
 
 
 class Table(Lowered):
-    """Holds rows of a vocabulary, which other modules' code may read while the model runs."""
+    """Holds rows of a vocabulary, which other modules' code reads while the model runs."""
 
     def __getattr__(self, name: str) -> Any:
         held = super().__getattr__(name)
@@ -43,14 +52,28 @@ class Table(Lowered):
             return held.full_tensor()
         read = compat.dtensor(compat.local_of(held), compat.spec_of(held), Read)
         read._tpplan_table, read._tpplan_held = self, held  # type: ignore[attr-defined]
+        read._tpplan_name, read._is_param = name, True  # type: ignore[attr-defined]
         return read
 
 
+def _of_held(name: str) -> Any:
+    return property(
+        lambda read: getattr(read._tpplan_held, name),
+        lambda read, value: setattr(read._tpplan_held, name, value),
+    )
+
+
 class Read(DTensor):
-    """A sharded table in the hands of code that was written for a whole one."""
+    """A sharded table in the hands of code that was written for a whole one.
+
+    What is computed from it is computed from the whole table; what is done to it (hooks, writes) is
+    done to the parameter, a DTensor.
+    """
 
     _tpplan_table: Table
     _tpplan_held: DTensor
+    _tpplan_name: str
+    data, grad, requires_grad = map(_of_held, ("data", "grad", "requires_grad"))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,13 +82,21 @@ class Read(DTensor):
             logits = _head(*args, **kwargs)
             if logits is not None:
                 return logits
-        if func in _ASKING or getattr(func, "__name__", "") == "__get__":
+        name = getattr(func, "__name__", "")
+        if func in _TO_IT or name == "__set__" or (name.endswith("_") and name[:2] != "__"):
+            args, kwargs = tree_map(_held, (args, kwargs))
+            return func(*args, **kwargs)
+        if func in _ASKING or name == "__get__":
             with torch._C.DisableTorchFunctionSubclass():
                 answer = func(*args, **kwargs)
             if not isinstance(answer, torch.Tensor):
                 return answer
         args, kwargs = tree_map(_whole, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _held(x: Any) -> Any:
+    return x._tpplan_held if isinstance(x, Read) else x
 
 
 def _whole(x: Any) -> Any:
@@ -83,6 +114,8 @@ def _head(
     stream = state.stream
     if isinstance(input, DTensor) and not stream.is_sharded(input):
         return None
+    if stream.length is not None:
+        return None  # in an element, whose plain tensors are a rank's rows
     rule = None if state.plan.rule is None else state.plan.rule.pattern.text
 
     def site(reason: str) -> Site:
@@ -91,5 +124,5 @@ def _head(
     into = Transition(stream.group, site("input of the table, as a head"), site("its gradient"))
     out = Transition(stream.group, site("logits, gathered"), site("gradient of the logits"))
     entered = Entry(into, 1, False, True).enter(input, stream, None)
-    logits = F.linear(entered, table._locals()[state.own.names.index("weight")])
-    return Origin(stream, out, weight.size(0), None).wrap(logits)
+    logits = F.linear(entered, table._locals()[state.own.names.index(weight._tpplan_name)])
+    return Origin(stream, out, weight.size(0), state.plan.options.get("output")).wrap(logits)

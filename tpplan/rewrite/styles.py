@@ -25,6 +25,7 @@ from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseScattered, RowwiseTog
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
 from tpplan.rewrite.norm import WidthNorm
 from tpplan.rewrite.parameters import Own, successor
+from tpplan.rewrite.reads import Table
 from tpplan.rewrite.streams import (
     Apart,
     Boundary,
@@ -193,6 +194,8 @@ def roles_of(
             inner = VocabEmbedding
         else:
             roles.append(VocabEmbedding if isinstance(module, nn.Embedding) else VocabHead)
+        if plan.read:
+            roles.append(Table)
     elif plan.multihead:
         roles.append(MultiheadAttention)
     elif plan.style == "rowwise":

@@ -8,11 +8,11 @@ from torch import nn
 from tpplan.comm import chunk, join, reduce_out, scatter_out
 from tpplan.kernels.embedding import look_up, reference
 from tpplan.rewrite.logits import Origin
-from tpplan.rewrite.reads import Table
+from tpplan.rewrite.lowered import Lowered
 from tpplan.rewrite.streams import require_sequence
 
 
-class VocabEmbedding(Table, nn.Embedding):
+class VocabEmbedding(Lowered, nn.Embedding):
     """A masked look-up of this rank's rows, summed over the ranks.
 
     Under sequence parallelism the sum is scattered at once, and the model's own code gets the
@@ -48,7 +48,7 @@ class VocabEmbedding(Table, nn.Embedding):
         return self._tpplan_widen(reference(ids, weight, first, self.padding_idx, known))
 
 
-class VocabHead(Table):
+class VocabHead(Lowered):
     """Logits of this rank's range of the vocabulary.
 
     The model's own code gets them as ``Logits`` of the global shape, from which its loss is
