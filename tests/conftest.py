@@ -38,27 +38,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Such tests take most of the suite's time, and what they prove in one combination rarely fails
     in another. Each goes through all four in four days (see tests/thorough.py), and so does one of
-    two at a time; of a matrix of such tests one of four.
+    two at a time; of a matrix of such tests one of four. A test on ranks in both modes takes one.
     """
     if THOROUGH:
         return
     tests: dict[Any, list[pytest.Item]] = {}
     for item in items:
-        # a list of chosen combinations is one mark, and not to be thinned out
-        if {"tp", "sp"} <= {mark.args[0] for mark in item.iter_markers("parametrize")}:
+        if _count(item):
             tests.setdefault(_without_combination(item), []).append(item)
     # neighbours do not go round in step: of a matrix, each row and column has all combinations
     offsets = random.Random(0)
     left = set()
     for ways in tests.values():
-        taken, offset = turn(offsets.randrange(4)), offsets.randrange(4)
-        if len(ways) < 4:
+        count = _count(ways[0])
+        taken, offset = turn(offsets.randrange(4), count), offsets.randrange(4)
+        if len(ways) < count:
             continue  # someone asks for them by name
-        groups = 4 if ways[0].get_closest_marker("matrix") is not None else 2
+        groups = 4 if ways[0].get_closest_marker("matrix") is not None else count // 2
         rests = len(tests) > 1 and turn(offset, groups, days=4) != 0
         left |= {item for item in ways if rests or _combination(item) != taken}
     items[:] = [item for item in items if item not in left]
     config.hook.pytest_deselected(items=list(left))
+
+
+def _count(item: Any) -> int:
+    """In how many ways there is a test of which a run takes one; 0 where it takes all."""
+    # a list of chosen combinations is one mark, and not to be thinned out
+    marks = {mark.args[0] for mark in item.iter_markers("parametrize")}
+    if "sp" not in marks:
+        return 0
+    return 4 if "tp" in marks else 2 if "ranks" in item.fixturenames else 0
 
 
 def _without_combination(item: Any) -> Any:
@@ -69,4 +78,4 @@ def _without_combination(item: Any) -> Any:
 
 def _combination(item: Any) -> int:
     params = item.callspec.params
-    return 2 * (params["tp"] == 4) + params["sp"]
+    return 2 * (params.get("tp") == 4) + params["sp"]

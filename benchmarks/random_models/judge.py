@@ -7,7 +7,7 @@ import linecache
 import re
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -19,7 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 import tpplan
 from benchmarks.random_models.model import Case
+from tpplan.compat import simulate
 from tpplan.language import Plan, parse
+from tpplan.planner import CompiledPlan
+from tpplan.rewrite import apply
 
 TOLERANCE, SINGLE = 1e-8, 1e-4
 """Of errors in float64, and in float32."""
@@ -27,6 +30,7 @@ EXAMPLE = (2, 8)
 RUNS = ((2, 8, True), (3, 7, False), (1, 13, True))
 """Batch, length, and whether the model trains."""
 RIGHT, REFUSED = "right", "refused"
+WORST_FIRST = ("harness", "crash", "fails", "hang", "wrong", "refused", "right")
 _numbers = itertools.count()
 
 
@@ -78,22 +82,91 @@ def plan_of(case: Case) -> Plan:
     return parse(case.plan, "plan", path="plan.yaml")
 
 
-def refusal(mesh: DeviceMesh, case: Case, tp: int, sequence_parallel: bool) -> Verdict | None:
+def refusal(_: DeviceMesh, case: Case, tp: int, sequence_parallel: bool) -> Verdict | None:
     """The refusal (or crash) of a case, without ranks; None where the plan is accepted."""
+    found = _compiled(case, tp, sequence_parallel)
+    return found if isinstance(found, Verdict) else None
+
+
+def simulated(_: DeviceMesh | None, case: Case, tp: int, sequence_parallel: bool) -> Verdict:
+    """The worst verdict of ranks simulated in this process, on a plan that is compiled once."""
+    compiled = _compiled(case, tp, sequence_parallel)
+    if isinstance(compiled, Verdict):
+        return compiled
+    # seeds are the process's own: nothing is built while other ranks run
+    pairs = [_Pair(case) for _ in range(tp)]
+
+    def job(mesh: DeviceMesh) -> Verdict:
+        pair = pairs[mesh.get_local_rank()]
+        try:
+            apply(pair.model, compiled, mesh)
+        except Exception:
+            return _raised("crash")
+        return pair.verdict(True)
+
+    try:
+        return worst(simulate(tp, job))
+    except Exception:
+        return _raised("fails")
+
+
+def worst(found: Iterable[Verdict]) -> Verdict:
+    """Of what several ranks say."""
+    return min(found, key=lambda v: WORST_FIRST.index(v.kind))
+
+
+def _compiled(case: Case, tp: int, sequence_parallel: bool) -> CompiledPlan | Verdict:
     model, space = built(case)
     example = inputs(case, space, *EXAMPLE, not case.late_double)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             before = torch.get_rng_state()
-            tpplan.check(model, plan_of(case), tp, sequence_parallel, inputs=example)
+            compiled = tpplan.check(model, plan_of(case), tp, sequence_parallel, inputs=example)
         except tpplan.PlanError as error:
             return _untouched(case, model, example) or _refused(error)
         except Exception:
             return _raised("crash")
     if not torch.equal(before, torch.get_rng_state()):
         return Verdict("wrong", "compiling draws from the global generator")
-    return None
+    return compiled
+
+
+class _Pair:
+    """The model to shard, beside the one that stays whole; both with the same numbers."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.model, self.space = built(case)
+        self.reference, self.known = built(case)
+
+    def verdict(self, double: bool) -> Verdict:
+        """Of several steps, once the model is sharded; every rank must ask."""
+        tolerance = TOLERANCE if double else SINGLE
+        for module in (self.model, self.reference):
+            if double:
+                module.double()
+            for inner in module.modules():
+                if isinstance(inner, nn.Dropout):
+                    inner.p = 0.0
+        self.space["DROPPING"] = self.known["DROPPING"] = False
+        for number, (batch, length, training) in enumerate(RUNS):
+            given = inputs(self.case, self.space, batch, length, double)
+            theirs = _run(self.reference.train(training), given, number)
+            if not all(bool(t.isfinite().all()) for t in theirs.values() if t is not None):
+                return Verdict("harness", "the model's own numbers are not finite")
+            try:
+                ours = _run(self.model.train(training), given, number)
+            except Exception:
+                return _raised("fails")
+            wrong = differences(theirs, ours, tolerance)
+            if wrong:
+                said = "; ".join(f"{name}: {what}" for name, what in wrong.items())
+                where = f"{'training' if training else 'evaluation'}, {batch} x {length}"
+                return Verdict("wrong", f"{len(wrong)} differ ({where})", f"{where}: {said}"[:2000])
+            for module in (self.model, self.reference):
+                _train(module, 1e-3 / max(1.0, _largest(theirs)))
+        return _state(self.reference, self.model, tolerance) or Verdict(RIGHT)
 
 
 def judge(mesh: DeviceMesh, case: Case, sequence_parallel: bool, double: bool = True) -> Verdict:
@@ -102,44 +175,19 @@ def judge(mesh: DeviceMesh, case: Case, sequence_parallel: bool, double: bool = 
     Args:
         double: whether to compare in float64.
     """
-    model, space = built(case)
-    reference, known = built(case)
-    example = inputs(case, space, *EXAMPLE, not case.late_double)
+    pair = _Pair(case)
+    example = inputs(case, pair.space, *EXAMPLE, not case.late_double)
     warnings.simplefilter("ignore")
     try:
         # proved by whoever asked for a refusal before
         tpplan.parallelize(
-            model, plan_of(case), mesh, sequence_parallel, inputs=example, prove=False
+            pair.model, plan_of(case), mesh, sequence_parallel, inputs=example, prove=False
         )
     except tpplan.PlanError as error:
         return _refused(error)
     except Exception:
         return _raised("crash")
-    tolerance = TOLERANCE if double else SINGLE
-    for module in (model, reference):
-        if double:
-            module.double()
-        for inner in module.modules():
-            if isinstance(inner, nn.Dropout):
-                inner.p = 0.0
-    space["DROPPING"] = known["DROPPING"] = False
-    for number, (batch, length, training) in enumerate(RUNS):
-        given = inputs(case, space, batch, length, double)
-        theirs = _run(reference.train(training), given, number)
-        if not all(bool(t.isfinite().all()) for t in theirs.values() if t is not None):
-            return Verdict("harness", "the model's own numbers are not finite")
-        try:
-            ours = _run(model.train(training), given, number)
-        except Exception:
-            return _raised("fails")
-        wrong = differences(theirs, ours, tolerance)
-        if wrong:
-            said = "; ".join(f"{name}: {what}" for name, what in wrong.items())
-            where = f"{'training' if training else 'evaluation'}, {batch} x {length}"
-            return Verdict("wrong", f"{len(wrong)} differ ({where})", f"{where}: {said}"[:2000])
-        for module in (model, reference):
-            _train(module, 1e-3 / max(1.0, _largest(theirs)))
-    return _state(reference, model, tolerance) or Verdict(RIGHT)
+    return pair.verdict(double)
 
 
 def _run(model: nn.Module, given: dict[str, Any], seed: int) -> dict[str, torch.Tensor | None]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.random_models.judge import Verdict, judge, refusal
+from benchmarks.random_models.judge import RIGHT, WORST_FIRST, Verdict, judge, simulated, worst
 from benchmarks.random_models.model import Case
 
 WORLD = 4
@@ -28,7 +28,6 @@ AFTER_ANOTHER = 5.0
 """Seconds that a rank has, once another one has failed."""
 CASES = 400
 """After so many the ranks are started afresh, for what PyTorch keeps of every class."""
-_WORST_FIRST = ("harness", "crash", "fails", "hang", "wrong", "refused", "right")
 
 
 def _serve(rank: int, store: str, pipe: Connection) -> None:
@@ -96,25 +95,27 @@ class Pool:
             process.join(10)
             pipe.close()
 
-    def verdict(self, case: Case, tp: int, sequence_parallel: bool) -> Verdict:
-        """The worst verdict of any rank."""
+    def verdict(self, case: Case, tp: int, sequence_parallel: bool, apart: bool = True) -> Verdict:
+        """The worst verdict of any rank.
+
+        Args:
+            apart: whether ranks that are processes, each of which compiles the plan, are asked too.
+        """
         if self._cases >= CASES:
             self._restart()
         self._cases += 1
-        # most edited plans are refused, which one process can say
-        (refused,) = self.answers(1, (refusal, tp, case, tp, sequence_parallel))
-        if isinstance(refused, Verdict):
-            return refused
+        found: Verdict = self.answers(1, (simulated, tp, case, tp, sequence_parallel))[0]
+        if found.kind != RIGHT or not apart:
+            return found
         return self.agreed(tp, (judge, tp, case, sequence_parallel))
 
     def agreed(self, ranks: int, job: tuple[Any, ...]) -> Verdict:
         """What the first ranks say together: the worst of what each says."""
         found: list[Verdict] = self.answers(ranks, job)
         kinds = {v.kind for v in found}
-        worst = min(found, key=lambda v: _WORST_FIRST.index(v.kind))
         if len(kinds) > 1 and "refused" in kinds:
             return Verdict("wrong", "only some ranks refuse the plan", str(found)[:2000])
-        return worst
+        return worst(found)
 
     def answers(self, ranks: int, job: tuple[Any, ...]) -> list[Any]:
         """What each of the first ranks returns of a job: a function of its mesh, tp, arguments."""
@@ -136,7 +137,7 @@ class Pool:
                 waiting.remove(pipe)
                 answer = _received(pipe)
                 found.append(answer)
-                if isinstance(answer, Verdict) and answer.kind in _WORST_FIRST[:3]:
+                if isinstance(answer, Verdict) and answer.kind in WORST_FIRST[:3]:
                     broken = True
                     end = min(end, time.monotonic() + AFTER_ANOTHER)
         if broken:

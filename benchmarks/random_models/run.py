@@ -38,6 +38,10 @@ class Job:
     tp: int
     sequence_parallel: bool
 
+    def apart(self, share: float) -> bool:
+        """Whether it is among the share that is judged on processes too."""
+        return Random(f"apart {self.key} {self.recipe}").random() < share
+
     @property
     def plain(self) -> bool:
         """Whether the plan is right for the model."""
@@ -88,10 +92,11 @@ def edit_of(seed: int, j: int, r: Recipe) -> Job:
     return Job(f"edit {j}", other, edit, tp, random.random() < 0.5)
 
 
-def run(job: Job, pool: Pool) -> Outcome:
+def run(job: Job, pool: Pool, share: float = 1.0) -> Outcome:
     """Judge one job."""
     start = time.monotonic()
-    verdict = pool.verdict(job.edit.of(job.recipe), job.tp, job.sequence_parallel)
+    apart = job.apart(share)
+    verdict = pool.verdict(job.edit.of(job.recipe), job.tp, job.sequence_parallel, apart)
     mode = MODES[job.sequence_parallel]
     return Outcome(job.key, job.what, mode, job.tp, verdict, time.monotonic() - start)
 
@@ -121,9 +126,11 @@ def shrink(job: Job, kind: str, why: str, pool: Pool) -> Job:
 class Runner:
     """Judges jobs on several pools of ranks at once, and keeps what is found."""
 
-    def __init__(self, jobs: Iterable[Job], pools: int, out: Path | None, head: str) -> None:
+    def __init__(
+        self, jobs: Iterable[Job], pools: int, out: Path | None, head: str, share: float
+    ) -> None:
         self.jobs = iter(jobs)
-        self.pools, self.out = pools, out
+        self.pools, self.out, self.share = pools, out, share
         self.outcomes: dict[str, Outcome] = {}
         self.by_key: dict[str, Job] = {}
         self._lock = threading.Lock()
@@ -140,7 +147,7 @@ class Runner:
         pool = Pool()
         try:
             while (job := self._next()) is not None:
-                self._keep(run(job, pool))
+                self._keep(run(job, pool, self.share))
         finally:
             pool.close()
 
@@ -182,13 +189,13 @@ def _kept(out: Path, head: str) -> dict[str, Outcome]:
     return {f["key"]: Outcome(**{**f, "verdict": Verdict(**f["verdict"])}) for f in found}
 
 
-def fingerprint(seed: int) -> str:
+def fingerprint(seed: int, share: float) -> str:
     """A line that tells runs of other code apart."""
     digest = hashlib.sha256()
     for folder in (Path(tpplan.__file__).parent, Path(__file__).parent):
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
-    return json.dumps({"seed": seed, "code": digest.hexdigest()[:16]})
+    return json.dumps({"seed": seed, "processes": share, "code": digest.hexdigest()[:16]})
 
 
 def table(outcomes: Iterable[Outcome]) -> list[str]:
@@ -269,6 +276,13 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, metavar="F", help="keep verdicts here, and go on from it"
     )
+    parser.add_argument(
+        "--processes",
+        type=float,
+        default=0.125,
+        metavar="SHARE",
+        help="of the cases, judged on gloo processes as well as on simulated ranks (default: 1/8)",
+    )
     parser.add_argument("--show", metavar="KEY", help="one case: its source, plan and verdict")
     parser.add_argument("--shrink", type=int, default=20, metavar="N", help="minimal cases to find")
     parser.add_argument("--reproduce", type=Path, metavar="DIR", help="where to write them")
@@ -276,8 +290,8 @@ def main() -> int:
     jobs: Iterable[Job] = jobs_of(options.seed, options.models, options.edits)
     if options.show is not None:
         jobs = [job for job in jobs if job.key == options.show]
-    head = fingerprint(options.seed)
-    runner = Runner(jobs, options.jobs, options.out, head)
+    head = fingerprint(options.seed, options.processes)
+    runner = Runner(jobs, options.jobs, options.out, head, options.processes)
     runner.run()
     outcomes = list(runner.outcomes.values())
     if options.show is not None:

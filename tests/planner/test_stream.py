@@ -117,6 +117,33 @@ def test_rows_beside_the_stream(name: str, sp: bool) -> None:
     assert not wrong(Passing(lambda _: make(), beside), {}, sp)
 
 
+class Twice(Layer):
+    """Gives the stream out in two places."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, y
+
+
+class Collecting(Stack):
+    """Reads the second place only where it is asked to."""
+
+    def forward(self, x: torch.Tensor, collect: bool = False) -> Any:
+        kept = []
+        for layer in self.layers:
+            x, again = layer(x)
+            if collect:
+                kept.append(again)
+        return torch.stack(kept) if collect else x
+
+
+def test_a_stream_given_twice_is_refused_on_rows() -> None:
+    assert "gives out more of the sequence-sharded stream" in refused(
+        Collecting(lambda _: Twice()), {}, True
+    )
+    assert not wrong(Collecting(lambda _: Twice()), {}, False)
+
+
 class Doing(Layer):
     """Does something to the stream in its own code."""
 

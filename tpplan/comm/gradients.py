@@ -27,7 +27,7 @@ def localize(
     summed: Sequence[bool],
     group: Group,
     site: Site,
-    mates: Sequence[tuple[int, ...]] = (),
+    divided: Sequence[bool] = (),
 ) -> tuple[torch.Tensor, ...]:
     """The local tensors of ``parameters``, some of which need gradients; differentiable.
 
@@ -38,11 +38,11 @@ def localize(
         parameters: leaves on one mesh.
         summed: for each, whether its gradient is to be summed over the ranks of ``group``.
         site: what the summing collective is reported under.
-        mates: for each, the places of those of which every rank uses one, its own among them; the
-            other ranks take part in its sum with zeros. None where every rank uses it.
+        divided: for each, whether it is of a module that only some of the ranks run (one for each
+            head); the others take part in its sum with zeros.
     """
     trained = tuple(p.requires_grad for p in parameters)
-    known = tuple(summed), trained, tuple(mates) if any(mates) else ()
+    known = tuple(summed), trained, tuple(divided) if any(divided) else ()
     return _Localize.apply(known, group, site, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -69,28 +69,28 @@ class _Localize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        known: tuple[tuple[bool, ...], tuple[bool, ...], tuple[tuple[int, ...], ...]],
+        known: tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...]],
         group: Group,
         site: Site,
         *parameters: DTensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.summed, ctx.trained, ctx.mates = known
+        ctx.summed, ctx.trained, ctx.divided = known
         ctx.group, ctx.site = group, site
         ctx.specs = [compat.spec_of(p) for p in parameters]
         if torch.compiler.is_compiling():  # which cannot make their gradients from the specs
             ctx.save_for_backward(*(p for p in parameters if isinstance(p, RowsTensor)))
         locals_ = compat.shards_of(parameters)
-        if ctx.mates:
+        if ctx.divided:
             ctx.zeros = [
-                t.new_zeros(()).expand(t.shape) if others else None
-                for t, others in zip(locals_, ctx.mates, strict=True)
+                t.new_zeros(()).expand(t.shape) if divided else None
+                for t, divided in zip(locals_, ctx.divided, strict=True)
             ]
         return tuple(locals_)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        if ctx.mates:
+        if ctx.divided:
             grads = _alike(grads, ctx)
         if compat.differentiates_backward():
             return (None, None, None, *_differentiably(ctx, grads))
@@ -115,8 +115,8 @@ class _Localize(torch.autograd.Function):
 def _alike(grads: Sequence[torch.Tensor | None], ctx: Any) -> tuple[torch.Tensor | None, ...]:
     """The gradients that every rank has: all must sum the same parameters in the same order.
 
-    What a rank does not use may be used by another, which no rank knows of the others: so all that
-    stand in each other's place take part, with zeros where there is nothing.
+    What a rank does not use may be used by another, which no rank knows of the others: so all take
+    part, with zeros where there is nothing.
     """
     every = (z if g is None else g for g, z in zip(grads, ctx.zeros, strict=True))
     return tuple(g if t else None for g, t in zip(every, ctx.trained, strict=True))

@@ -17,8 +17,8 @@ from tpplan.compat import is_fake
 _Cache = functools._lru_cache_wrapper
 _PASSED = (type, types.ModuleType, types.FunctionType, types.CodeType, str, bytes, int, float)
 _DEPTH = 6
-_clean: dict[object, weakref.WeakKeyDictionary[_Cache[Any], Any]] = {}
-"""How often each cache had been called when it was last known to hold nothing foreign."""
+_known: weakref.WeakSet[_Cache[Any]] = weakref.WeakSet()
+"""Caches that were met before: only calls since can have put something foreign into them."""
 
 
 @contextlib.contextmanager
@@ -30,19 +30,15 @@ def no_fakes_kept(foreign: Callable[[torch.Tensor], bool] = is_fake) -> Iterator
     Args:
         foreign: which tensors the user's runs must not meet.
     """
-    clean = _clean.setdefault(foreign, weakref.WeakKeyDictionary())
-    for cache in tuple(clean):
-        clean[cache] = cache.cache_info()  # of calls by others since, which may also clear it
+    before = {cache: cache.cache_info() for cache in tuple(_known)}
     try:
         yield
     finally:
         # each refers to its type; that is asked of all objects at once, where all cost as much
         for cache in [thing for thing in gc.get_referrers(_Cache) if type(thing) is _Cache]:
-            if clean.get(cache) == cache.cache_info():
-                continue
-            if _holds(cache, foreign):
+            if before.get(cache) != cache.cache_info() and _holds(cache, foreign):
                 cache.cache_clear()
-            clean[cache] = cache.cache_info()
+            _known.add(cache)
 
 
 def _holds(cache: object, foreign: Callable[[torch.Tensor], bool]) -> bool:

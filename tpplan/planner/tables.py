@@ -27,10 +27,9 @@ def _note(
     # what shares a parameter's memory, so that what is written to it is written to the parameter
     named = dict(trace.parameters)
     for op in trace.ops:
-        name = op.name.split(".")[1]
         for number in op.inputs:
             alike = every.get(named.get(number, ""), ())
-            if name.endswith("_"):
+            if number in op.written:
                 written.update(alike)
             elif trace.calls[op.call].path not in {n.rpartition(".")[0] for n in alike}:
                 read.update(alike)

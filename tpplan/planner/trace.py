@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from tpplan.compat import FakeTensorMode, quiet, unfused
+from tpplan.compat import FakeTensorMode, quiet, unfused, written_by
 from tpplan.planner.compiled import Argument
 from tpplan.planner.results import Place, tensors_in
 
@@ -54,7 +54,8 @@ class Op:
     """One ATen op: the tensors it read and made, and the innermost module call around it.
 
     ``scaled``: whether it multiplies what it adds by a number of its own; ``run``: what it is and
-    what it was given, tensors as ``Numbered``, unless it acts on each number by itself.
+    what it was given, tensors as ``Numbered``, unless it acts on each number by itself;
+    ``written``: the tensors among ``inputs`` that it writes to.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Op:
     pointwise: bool
     scaled: bool = False
     run: tuple[Any, Any] | None = None
+    written: tuple[int, ...] = ()
 
 
 @dataclass
@@ -115,7 +117,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         made = self.numbers(out)
-        if self.stack and made:
+        written = self.numbers(written_by(func, args, kwargs or {}))
+        if self.stack and (made or written):
             pointwise = torch.Tag.pointwise in func.tags
             op = Op(
                 str(func),
@@ -126,6 +129,7 @@ class _Recorder(TorchDispatchMode):
                 pointwise,
                 (kwargs or {}).get("alpha", 1) != 1,
                 None if pointwise else (func, self.numbered((args, kwargs or {}))),
+                written,
             )
             self.trace.ops.append(op)
         return out

@@ -83,8 +83,9 @@ def step(model: nn.Module, scene: Scene, seed: int = 0, due: Result | None = Non
     result.gradients = {name: p.grad for name, p in model.named_parameters()}
     result.inputs = {name: leaf.grad for name, leaf in given.items()}
     result.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-    after, due_written = _sums(model), set() if due is None else set(due.written)
-    changed = {name for name in after if after[name] != before.get(name)} | due_written
+    changed = {name for name, sums in _sums(model).items() if sums != before.get(name)}
+    if due is not None:
+        changed |= set(due.written)
     result.written = {n: p.detach().clone() for n, p in model.named_parameters() if n in changed}
     return result
 

@@ -61,7 +61,7 @@ def apply(
             parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)
             for module in model.modules():
                 if isinstance(module, OwnMembers):
-                    module._tpplan_seat()
+                    module._tpplan_join()
             _move_buffers(model, mesh.device_type)
             if old:
                 new = {key: model.get_parameter(name) for name, key in old.items()}

@@ -181,9 +181,9 @@ class LocalParameters(Lowered):
         if not names:
             return super().forward(*args, **kwargs)
         own, state = self._parameters, self._tpplan
-        seats = state.own.seats(self)
+        mates = state.own.together(self)
         for index, name in enumerate(names):
-            if any(name not in mate._parameters for mate, _ in seats):
+            if any(name not in mate._parameters for mate, _ in mates):
                 raise RuntimeError(
                     f"{state.own.title(index)}: a parametrization was put on it after the model "
                     "was parallelized, and the module's own code would meet what that makes of "

@@ -128,7 +128,7 @@ class Own:
                 return False
         return not self.mates or not self._outdated(module)
 
-    def seats(self, module: nn.Module) -> tuple[tuple[nn.Module, Own], ...]:
+    def together(self, module: nn.Module) -> tuple[tuple[nn.Module, Own], ...]:
         """The module's mates; itself alone where it has none.
 
         What is kept or made of the one is of the others: every rank decides for all of them, so
@@ -144,7 +144,7 @@ class Own:
         """
         if self._is_current(module):
             return []
-        tables = [mate._parameters for mate, _ in self.seats(module)]
+        tables = [mate._parameters for mate, _ in self.together(module)]
         return [
             i
             for i in self._outdated(module)
@@ -171,7 +171,7 @@ class Own:
 
     def _waits(self, index: int, module: nn.Module) -> bool:
         """Whether a local tensor of what the module holds now was made, and not read yet."""
-        for mate, own in self.seats(module):
+        for mate, own in self.together(module):
             made, now = own._passing.get(index), mate._parameters.get(self.names[index])
             if made is None or now is None or made[0] is not now or made[1] != _version(now):
                 return False
@@ -183,7 +183,7 @@ class Own:
         if missing:
             make([(module, self, i) for i in missing], stream, self.site)
         passing = self._passing
-        for _, own in self.seats(module):
+        for _, own in self.together(module):
             own._passing = {}
         # what was made for good just now is among the kept; what FSDP2 holds back is nowhere
         due = {i: passing[i][2] if i in passing else self._kept[i] for i in outdated}
@@ -258,7 +258,7 @@ def make(asked: Iterable[_Asked], stream: Stream, site: Site) -> None:
     compiling = torch.compiler.is_compiling()
     installed: list[_Placed] = []
     passing: list[_Placed] = []
-    for jobs in _seated(asked if compiling else _with_company(asked)):
+    for jobs in _with_mates(asked if compiling else _with_company(asked)):
         found = [own.placed(i, _held(module, own.names[i])) for module, own, i in jobs]
         parameters = [p for p in found if p is not None]
         if len(parameters) == len(jobs):
@@ -277,16 +277,16 @@ def make(asked: Iterable[_Asked], stream: Stream, site: Site) -> None:
         own._passing = {**own._passing, index: (held, _version(held), local)}
 
 
-def _seated(asked: Iterable[_Asked]) -> list[tuple[_Asked, ...]]:
+def _with_mates(asked: Iterable[_Asked]) -> list[tuple[_Asked, ...]]:
     """Each parameter with those of its module's mates, in the order of the ranks."""
     found: list[tuple[_Asked, ...]] = []
-    met: list[_Asked] = []
+    met: set[tuple[Own, int]] = set()
     for module, own, index in asked:
-        if own.mates and any(own is other and index == i for _, other, i in met):
+        if (own, index) in met:
             continue
-        found.append(tuple((mate, other, index) for mate, other in own.seats(module)))
+        found.append(tuple((mate, other, index) for mate, other in own.together(module)))
         if own.mates:
-            met += found[-1]
+            met.update((other, i) for _, other, i in found[-1])
     return found
 
 
@@ -296,12 +296,12 @@ def _with_company(asked: Iterable[_Asked]) -> Iterable[_Asked]:
     Not those for which local tensors stand in at this moment: their modules are running.
     """
     found = dict.fromkeys(asked)
-    for jobs in _seated(tuple(found)):
+    for jobs in _with_mates(tuple(found)):
         for _, own, index in jobs:
             for job in own.disband(index):
                 module, other, i = job
-                seats = other.seats(module)
-                if all(is_installed(m._parameters.get(o.names[i])) for m, o in seats):
+                mates = other.together(module)
+                if all(is_installed(m._parameters.get(o.names[i])) for m, o in mates):
                     found[job] = None
     return found
 
@@ -335,10 +335,10 @@ def _version(held: Any) -> int:
 
 
 def _localized(
-    seats: Sequence[_Placed], stream: Stream, site: Site, keep: bool
+    due: Sequence[_Placed], stream: Stream, site: Site, keep: bool
 ) -> Iterable[tuple[_Asked, DTensor, torch.Tensor]]:
-    trained = [seat for seat in seats if any(p.requires_grad for p in seat[1])]
-    frozen = [seat for seat in seats if not any(p.requires_grad for p in seat[1])]
+    trained = [one for one in due if any(p.requires_grad for p in one[1])]
+    frozen = [one for one in due if not any(p.requires_grad for p in one[1])]
     jobs = [job for found, _ in (*frozen, *trained) for job in found]
     parameters = [p for _, found in (*frozen, *trained) for p in found]
     still = sum(len(found) for found, _ in frozen)
@@ -347,12 +347,9 @@ def _localized(
     with torch.inference_mode(False), torch.enable_grad():
         shards = compat.shards_of(parameters[:still]) if still else ()
         if trained:
-            places: list[tuple[int, ...]] = []
-            for found, _ in trained:
-                mates = tuple(range(len(places), len(places) + len(found)))
-                places += [mates if len(found) > 1 else ()] * len(found)
             summed = [own.summed[index] for _, own, index in jobs[still:]]
-            locals_ = localize(parameters[still:], summed, stream.group, site, places)
+            divided = [bool(own.mates) for _, own, _ in jobs[still:]]
+            locals_ = localize(parameters[still:], summed, stream.group, site, divided)
     if keep and trained:
         compat.run_when_ready(locals_[0].grad_fn)
     return zip(jobs, parameters, (*shards, *locals_), strict=True)

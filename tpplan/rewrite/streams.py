@@ -324,7 +324,7 @@ class Boundary(Lowered):
 class OwnMembers(Lowered, nn.ModuleList):
     """A list with a module for each head: this rank's code meets those of its own heads."""
 
-    def _tpplan_seat(self) -> None:
+    def _tpplan_join(self) -> None:
         """Tell the modules which of them run in each other's place on other ranks."""
         members = list(self._modules.values())
         each = len(members) // self._tpplan.stream.group.size
