@@ -20,6 +20,7 @@ from tpplan.kernels.gated import ACTIVATIONS
 from tpplan.planner.forms import Form, GatedForm, GeluForm, UnbiasedForm
 from tpplan.planner.likeness import identity
 from tpplan.planner.trace import Trace
+from tpplan.styles import NONE, Style
 
 _WIDTH = 16
 
@@ -29,7 +30,7 @@ Findings = dict[str, tuple[str, Form | None, str | None]]
 
 def fused_modules(
     model: nn.Module,
-    styles: Mapping[str, str],
+    styles: Mapping[str, Style],
     columns: Set[str],
     transposed: Set[str],
     traces: Sequence[Trace],
@@ -64,14 +65,14 @@ def _random(width: int, seed: int) -> torch.Tensor:
     return torch.randn((2, 3, width), generator=torch.Generator().manual_seed(seed + 1))
 
 
-def _gated(model: nn.Module, styles: Mapping[str, str], columns: Set[str]) -> Findings:
+def _gated(model: nn.Module, styles: Mapping[str, Style], columns: Set[str]) -> Findings:
     known: dict[Any, GatedForm | None] = {}
     found: Findings = {}
     for path, module in model.named_modules():
         inner = {name: f"{path}.{name}" if path else name for name, _ in module.named_children()}
         first = [name for name, full in inner.items() if full in columns]
-        last = [name for name, full in inner.items() if styles.get(full) == "rowwise"]
-        plain = styles.get(path) != "attention" and not any(True for _ in module.parameters(False))
+        last = [name for name, full in inner.items() if styles.get(full, NONE).sums]
+        plain = not styles.get(path, NONE).heads and not any(True for _ in module.parameters(False))
         if not plain or len(last) != 1 or len(first) not in (1, 2) or not _takes_one(module):
             continue
         key = identity(module, path), tuple(first), tuple(last)

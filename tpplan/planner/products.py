@@ -12,9 +12,9 @@ from torch import nn
 
 from tpplan.planner.infer import stream_input
 from tpplan.planner.likeness import identity
-from tpplan.planner.styles import runs_as
 from tpplan.planner.trace import Call, Trace
 from tpplan.planner.twins import called, twin_of
+from tpplan.styles import runs_as
 
 _SMALL, _LARGE = 2**18, 2**24
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
