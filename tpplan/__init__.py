@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tpplan.api import advise, check, dry_run, parallelize, verify
+    from tpplan.cost import Advice, Report
     from tpplan.hf import from_hf
     from tpplan.language import Plan, PlanError
     from tpplan.proof import Verification, VerificationError
-    from tpplan.report import Advice, Report
     from tpplan.shipped import load_plan
 
 __version__ = "0.1.0"
@@ -33,10 +33,10 @@ __all__ = [
 
 # imported when it is first asked for: the command line answers much without torch
 _ROOMS: Mapping[str, str] = {
-    "Advice": "report",
+    "Advice": "cost",
     "Plan": "language",
     "PlanError": "language",
-    "Report": "report",
+    "Report": "cost",
     "Verification": "proof",
     "VerificationError": "proof",
     "advise": "api",

@@ -8,7 +8,8 @@ from tpplan.kernels.launch import importable
 from tpplan.language import Diagnostic, PlanError
 from tpplan.language.diagnostics import did_you_mean
 from tpplan.language.styles import KERNEL_CHOICES, KERNEL_KINDS
-from tpplan.planner.forms import Form, KernelChoice
+from tpplan.observe.forms import Form
+from tpplan.planner.compiled import KernelChoice
 
 _REASONS: Mapping[str, str] = {
     "auto": "by a fused kernel on a GPU, elsewhere by its own forward: equal on random numbers",

@@ -9,14 +9,14 @@ from torch import nn
 
 from tpplan.language import Rule
 from tpplan.layout import MisfitError, Part, Rows, rows_of
+from tpplan.observe.places import Argument
+from tpplan.observe.products import Products
+from tpplan.observe.trace import Trace
 from tpplan.planner import infer
-from tpplan.planner.compiled import Argument
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import fold
-from tpplan.planner.products import Products
 from tpplan.planner.styles import divisors, placement_in, runs_as
-from tpplan.planner.trace import Trace
 
 _FUSED = ("activation_relu_or_gelu", "use_nested_tensor")
 

@@ -14,7 +14,8 @@ from tpplan import compat
 from tpplan.kernels.gated import gated, gated_packed
 from tpplan.kernels.gelu import gelu
 from tpplan.kernels.norm import norm
-from tpplan.planner import GatedForm, GeluForm, KernelChoice, NormForm, UnbiasedForm
+from tpplan.observe.forms import GatedForm, GeluForm, NormForm, UnbiasedForm
+from tpplan.planner import KernelChoice
 from tpplan.rewrite.lowered import State, looks
 
 
