@@ -8,7 +8,7 @@ import pytest
 
 import tpplan
 from tests.models import hf
-from tpplan.cost.advise import Advice
+from tpplan import Advice
 from tpplan.cost.hardware import load_hardware
 
 # the sweep they read is made once, in one process

@@ -16,7 +16,8 @@ import torch
 
 import tpplan
 from tests.models import SHARDED_LOGITS, hf
-from tpplan.cost import Report, load_hardware
+from tpplan import Report
+from tpplan.cost import load_hardware
 from tpplan.cost.timing import Layer, summarize
 
 TP, SEQUENCE = 8, 8192

@@ -16,7 +16,8 @@ from torch import nn
 import tpplan
 from tests.models import hf
 from tests.render.browser import CHROMIUM, DRIVER, Browser
-from tpplan.cost import Report, Setting
+from tpplan import Report
+from tpplan.cost import Setting
 from tpplan.cost.curves import with_companions
 from tpplan.render.html import render_html
 from tpplan.render.paths import folded_text
@@ -62,7 +63,7 @@ class Page(HTMLParser):
 
 def with_others(model: nn.Module, plan: Any, tp: int, *, tps: tuple[int, ...]) -> Report:
     report = tpplan.dry_run(model, plan, tp, 1, 16)
-    return with_companions(model, Setting(tpplan.load_plan(plan), tp), report, tps)
+    return Report.of(with_companions(model, Setting(tpplan.load_plan(plan), tp), report, tps))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from benchmarks import zoo
 from tests.gpt import GPT
 from tests.models import hf
 from tests.thorough import THOROUGH, turn
-from tpplan.cost import Report
+from tpplan import Report
 from tpplan.planner.match import match
 from tpplan.simulate.folding import find_folds
 

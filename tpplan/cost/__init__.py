@@ -1,6 +1,6 @@
 """What a step costs: collectives, memory and time on some hardware, and what to choose."""
 
-from tpplan.cost.advise import Advice, Task, advise
+from tpplan.cost.advise import Survey, Task, advise
 from tpplan.cost.curves import with_companions
 from tpplan.cost.dry_run import Setting, dry_run, with_labels
 from tpplan.cost.hardware import (
@@ -11,20 +11,20 @@ from tpplan.cost.hardware import (
     load_hardware,
     shipped_hardware,
 )
-from tpplan.cost.run import Report
+from tpplan.cost.run import DryRun
 from tpplan.cost.timing import Layer, Share, Span, TimeSummary
 
 __all__ = [
-    "Advice",
+    "DryRun",
     "Efficiency",
     "Hardware",
     "HardwareSource",
     "Layer",
     "Link",
-    "Report",
     "Setting",
     "Share",
     "Span",
+    "Survey",
     "Task",
     "TimeSummary",
     "advise",

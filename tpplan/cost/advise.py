@@ -12,7 +12,7 @@ model training on GPU clusters using Megatron-LM", section 2.2).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,7 @@ from tpplan.cost.costs import collective_seconds, send_seconds
 from tpplan.cost.dry_run import Setting, dry_run
 from tpplan.cost.hardware import Hardware
 from tpplan.cost.memory import Memory, parameter_bytes
-from tpplan.cost.run import Report
+from tpplan.cost.run import DryRun
 from tpplan.cost.timing import TimeSummary, summarize
 from tpplan.language import PlanError
 from tpplan.layout import Rows
@@ -88,10 +88,10 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Advice:
+class Survey:
     """What was found for each size, and the choice that is fastest of those that fit.
 
-    ``print(advice)`` shows it. All times are modelled.
+    All times are modelled.
     """
 
     model: str
@@ -106,25 +106,6 @@ class Advice:
         """The fastest choice that fits; None where none does."""
         return _fastest(c for c in self.choices if c.fits)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "version": 1,
-            "modelled": True,
-            "model": self.model,
-            "plan": self.plan,
-            "hardware": self.hardware.name,
-            "task": asdict(self.task),
-            "best": None if self.best is None else asdict(self.best),
-            "sizes": [asdict(size) for size in self.sizes],
-            "choices": [asdict(choice) for choice in self.choices],
-        }
-
-    def __str__(self) -> str:
-        from tpplan.render.advice_text import render
-
-        return render(self)
-
 
 def advise(
     model: nn.Module,
@@ -133,7 +114,7 @@ def advise(
     training: Training,
     hardware: Hardware,
     told: Callable[[str], None] = lambda _: None,
-) -> Advice:
+) -> Survey:
     """Every way to train ``model`` on the task's GPUs, and which of them to choose.
 
     Args:
@@ -166,7 +147,7 @@ def advise(
             notes.append(f"{task.gpus} GPUs and {task.batch} sequences cannot be shared out")
         sizes.append(Size(tp, _best_of(found), tuple(notes)))
     name, plan = type(model).__name__, setting.plan.name
-    return Advice(name, plan, hardware, task, tuple(sizes), tuple(choices))
+    return Survey(name, plan, hardware, task, tuple(sizes), tuple(choices))
 
 
 def _modes(setting: Setting, tp: int) -> tuple[bool, ...]:
@@ -178,7 +159,7 @@ def _first_line(error: PlanError) -> str:
     return first.message
 
 
-def _costs(report: Report, hardware: Hardware) -> list[str]:
+def _costs(report: DryRun, hardware: Hardware) -> list[str]:
     """What is particular about a size."""
     tp, notes = report.compiled.tp, []
     if tp > hardware.node:
@@ -214,7 +195,7 @@ def _fastest(choices: Iterable[Choice]) -> Choice | None:
     )
 
 
-def _shared_out(report: Report, task: Task, hardware: Hardware) -> Iterable[Choice]:
+def _shared_out(report: DryRun, task: Task, hardware: Hardware) -> Iterable[Choice]:
     """The choices of one size and mode: pipelines and data parallelism share what is left."""
     stage = _Stages(report)
     runs: list[tuple[bool, Memory, TimeSummary]] = [
@@ -251,7 +232,7 @@ def _shared_out(report: Report, task: Task, hardware: Hardware) -> Iterable[Choi
 class _Stages:
     """What a pipeline's stages have of a model, and what FSDP sends of it."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: DryRun) -> None:
         self.report = report
         layers = {p: 0 for p, plan in report.compiled.modules.items() if plan.element is not None}
         ends = {True: 0, False: 0}

@@ -8,15 +8,15 @@ from dataclasses import replace
 from torch import nn
 
 from tpplan.cost.dry_run import Setting, dry_run
-from tpplan.cost.run import Report
+from tpplan.cost.run import DryRun
 from tpplan.language import FrozenMap, PlanError
 
 TPS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def with_companions(
-    model: nn.Module, setting: Setting, report: Report, tps: Sequence[int] = TPS
-) -> Report:
+    model: nn.Module, setting: Setting, report: DryRun, tps: Sequence[int] = TPS
+) -> DryRun:
     """``report`` with companions: the same step at other tps, and in plain TP at its own.
 
     A tp that the plan cannot be compiled for is left out, and its reason kept.
@@ -25,7 +25,7 @@ def with_companions(
         model, setting: what ``report`` was made from.
         tps: those to run; 1 and the report's own are needed for its memory bars.
     """
-    found: list[Report] = []
+    found: list[DryRun] = []
     refused: dict[str, str] = {}
 
     def run(name: str, changed: Setting) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from tpplan.cost.hardware import DEFAULT, HardwareSource, load_hardware
-from tpplan.cost.run import Report
+from tpplan.cost.run import DryRun
 from tpplan.language import FrozenMap, Plan, PlanError
 from tpplan.observe.shadow import call_for
 from tpplan.planner import CompiledPlan, compile_plan
@@ -67,7 +67,7 @@ def dry_run(
     training: Training,
     fold: bool = True,
     hardware: HardwareSource = DEFAULT,
-) -> Report:
+) -> DryRun:
     """What ``setting`` does to ``model``: one training step on its ranks, executed abstractly.
 
     The model is not changed; it may be on the meta device. Needs no process group, and leaves one
@@ -96,7 +96,7 @@ def dry_run(
         found = compiled, whole(training), _other(whole, training)
     compiled, run, other = found
     buffers = {id(b): b.numel() * b.element_size() for b in model.buffers()}
-    return Report(
+    return DryRun(
         type(model).__name__,
         compiled,
         batch,

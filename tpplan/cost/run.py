@@ -6,23 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from tpplan.cost.hardware import DEFAULT, Hardware, load_hardware
 from tpplan.cost.memory import Memory, memory_of
-from tpplan.cost.timing import Span, TimeSummary, flops_by_module, summarize, timeline
+from tpplan.cost.timing import Span, TimeSummary, summarize, timeline
 from tpplan.language import FrozenMap
-from tpplan.layout import Rows
-from tpplan.planner import CompiledPlan, ParameterPlan
+from tpplan.planner import CompiledPlan
 from tpplan.simulate.execute import Execution, Training
 from tpplan.simulate.steps import PHASES, Collective, Step, counts
 
-JSON_VERSION = 1
-
 
 @dataclass(frozen=True)
-class Report:
-    """A dry run. ``print(report)`` shows it, ``to_dict()`` is its stable, versioned form.
+class DryRun:
+    """A dry run.
 
     Attributes:
         model: the model's class; compiled: its plan; batch, seq: the shape it was run with.
@@ -46,7 +42,7 @@ class Report:
     other: Execution | None = None
     executed: Mapping[str, tuple[int, int]] = FrozenMap()
     hardware: Hardware = field(default_factory=lambda: load_hardware(DEFAULT))
-    companions: tuple[Report, ...] = ()
+    companions: tuple[DryRun, ...] = ()
     refused: Mapping[str, str] = FrozenMap()
 
     @property
@@ -101,62 +97,3 @@ class Report:
             "total": sum(math.prod(e.shape) for e in entries),
             "per_rank": sum(math.prod(e.local_shape) for e in entries),
         }
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, the ``--json`` of the command line; its shape is fixed by ``version``."""
-        compiled = self.compiled
-        return {
-            "version": JSON_VERSION,
-            "model": self.model,
-            "plan": compiled.plan.name,
-            "tp": compiled.tp,
-            "sequence_parallel": compiled.sequence_parallel,
-            "batch": self.batch,
-            "seq": self.seq,
-            "counts": {phase: self.counts(phase) for phase in PHASES},
-            "bytes": {phase: self.bytes_sent(phase) for phase in PHASES},
-            "collectives": [c.to_dict() for c in self.collectives],
-            "parameters": [_parameter(e) for e in compiled.parameters.values()],
-            "parameter_counts": dict(self.parameter_counts),
-            "executed": {stack: list(run) for stack, run in self.executed.items()},
-            "checkpointing": self.training.checkpointing,
-            "memory": self.memory.to_dict(),
-            "time": self.time.to_dict(),
-            "alternative": self._alternative(),
-            "flops": dict(flops_by_module(self.steps)),
-            "hardware": self.hardware.to_dict(),
-        }
-
-    def _alternative(self) -> dict[str, Any] | None:
-        """The run with checkpointing where this one is without, or without."""
-        if self.other is None or self.other_memory is None:
-            return None
-        return {
-            "checkpointing": not self.training.checkpointing,
-            "memory": self.other_memory.to_dict(),
-            "time": summarize(self.other.steps, self.hardware).to_dict(),
-        }
-
-    def to_html(self, command: str | None = None) -> str:
-        """One self-contained page; ``command``: the command line that made the report."""
-        from tpplan.render.html import render_html
-
-        return render_html(self, command=command)
-
-    def __str__(self) -> str:
-        from tpplan.render.text import render
-
-        return render(self)
-
-
-def _parameter(entry: ParameterPlan) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        "shape": list(entry.shape),
-        "dtype": str(entry.dtype).removeprefix("torch."),
-        "placement": str(rows) if isinstance(rows := entry.placement, Rows) else repr(rows),
-        "local_shape": list(entry.local_shape),
-        "gradient_summed": entry.summed,
-        "aliases": list(entry.aliases),
-        "rule": None if entry.rule is None else entry.rule.pattern.text,
-    }

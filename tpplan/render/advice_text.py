@@ -8,18 +8,18 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tpplan.cost.advise import USABLE, Advice, Choice, Size
+from tpplan.cost.advise import USABLE, Choice, Size, Survey
 from tpplan.render.units import duration, size
 
 
-def render(advice: Advice, width: int = 120) -> str:
+def render(advice: Survey, width: int = 120) -> str:
     """The advice as plain text."""
     stream = io.StringIO()
     Console(file=stream, width=width, no_color=True).print(layout(advice))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
-def layout(advice: Advice) -> Group:
+def layout(advice: Survey) -> Group:
     """The advice for a rich console."""
     task, hardware = advice.task, advice.hardware
     title = Text(
@@ -37,7 +37,7 @@ def layout(advice: Advice) -> Group:
     return Group(*parts, notes)
 
 
-def _table(advice: Advice) -> Table:
+def _table(advice: Survey) -> Table:
     table = Table(
         title="The best choice for each size of the tensor-parallel group",
         title_justify="left",
@@ -74,7 +74,7 @@ def _cells(found: Size) -> tuple[str, ...]:
     )
 
 
-def _verdict(advice: Advice) -> Text:
+def _verdict(advice: Survey) -> Text:
     best, text = advice.best, Text()
     if best is None:
         least = min(advice.choices, key=lambda c: c.bytes, default=None)

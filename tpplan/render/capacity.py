@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tpplan.cost.memory import Memory
-from tpplan.cost.run import Report
+from tpplan.cost.run import DryRun
 from tpplan.render import charts
 from tpplan.render.markup import (
     Certainty,
@@ -21,7 +21,7 @@ from tpplan.render.markup import (
 from tpplan.render.units import duration, size
 
 
-def mode(report: Report) -> str:
+def mode(report: DryRun) -> str:
     """TP or TP+SP."""
     return "TP+SP" if report.compiled.sequence_parallel else "TP"
 
@@ -40,7 +40,7 @@ _PARTS = {
 }
 
 
-def memory(report: Report, others: Sequence[Report]) -> Html:
+def memory(report: DryRun, others: Sequence[DryRun]) -> Html:
     """Bars of what a rank holds, with and without parallelism and checkpointing."""
     held = dict(_variants(report, others))
     limit = report.hardware.memory
@@ -92,7 +92,7 @@ def _round_size(count: float) -> str:
     return f"{count:g} TiB"
 
 
-def _variants(report: Report, others: Sequence[Report]) -> Iterator[tuple[str, Memory]]:
+def _variants(report: DryRun, others: Sequence[DryRun]) -> Iterator[tuple[str, Memory]]:
     tp = report.compiled.tp
     chosen = {_variant(r): r for r in (report, *others) if r.compiled.tp in (1, tp)}
     order = sorted(chosen, key=lambda key: (key != _WHOLE, len(key)))
@@ -102,7 +102,7 @@ def _variants(report: Report, others: Sequence[Report]) -> Iterator[tuple[str, M
             yield name + (", checkpointing" if checkpointed else ""), held
 
 
-def _both(report: Report) -> Iterator[tuple[bool, Memory]]:
+def _both(report: DryRun) -> Iterator[tuple[bool, Memory]]:
     """Its memory without activation checkpointing and with it, as far as either is known."""
     run = report.training.checkpointing
     known = {run: report.memory, not run: report.other_memory}
@@ -111,7 +111,7 @@ def _both(report: Report) -> Iterator[tuple[bool, Memory]]:
             yield checkpointing, held
 
 
-def _variant(report: Report) -> str:
+def _variant(report: DryRun) -> str:
     tp = report.compiled.tp
     return _WHOLE if tp == 1 else f"{mode(report)}, tp {tp}"
 
@@ -167,7 +167,7 @@ def _memory_table(held: Mapping[str, Memory], limit: float) -> Html:
 # --- scaling
 
 
-def scaling(report: Report, others: Sequence[Report]) -> Html:
+def scaling(report: DryRun, others: Sequence[DryRun]) -> Html:
     """How time, memory and communication change with tp."""
     runs = {r.compiled.tp: r for r in others if mode(r) == mode(report) or r.compiled.tp == 1}
     runs[report.compiled.tp] = report
@@ -180,7 +180,7 @@ def scaling(report: Report, others: Sequence[Report]) -> Html:
     return section("scaling", "Scaling over tp", *content)
 
 
-def _curves(report: Report, runs: Sequence[Report]) -> list[Html]:
+def _curves(report: DryRun, runs: Sequence[DryRun]) -> list[Html]:
     limit = report.hardware.memory
     peaks = []
     for class_, name, wanted in (
@@ -209,12 +209,12 @@ def _curves(report: Report, runs: Sequence[Report]) -> list[Html]:
     return [lead, tag("div", *made, class_="charts"), _scaling_table(runs, limit)]
 
 
-def _times(runs: Sequence[Report]) -> charts.Line:
+def _times(runs: Sequence[DryRun]) -> charts.Line:
     points = tuple((float(r.compiled.tp), r.time.total.seconds) for r in runs)
     return charts.Line("first", "time of a step", points)
 
 
-def _shares(runs: Sequence[Report]) -> list[charts.Line]:
+def _shares(runs: Sequence[DryRun]) -> list[charts.Line]:
     every, exposed = [], []
     for run in runs:
         total = run.time.total
@@ -233,7 +233,7 @@ def _percent(part: float) -> str:
 
 
 def _figure(
-    report: Report,
+    report: DryRun,
     title: str,
     certainty: Certainty,
     lines: Sequence[charts.Line],
@@ -262,7 +262,7 @@ def _figure(
     return tag("div", tag("h3", title, " ", badge(certainty)), chart, key, class_="chart")
 
 
-def _scaling_table(runs: Sequence[Report], limit: float) -> Html:
+def _scaling_table(runs: Sequence[DryRun], limit: float) -> Html:
     columns = (
         Column("tp"),
         Column("step time", numeric=True, certainty="modelled"),

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tpplan.cost.run import Report
+from tpplan.cost.run import DryRun
 from tpplan.planner import ParameterPlan
 from tpplan.planner.match import folded
 from tpplan.render.units import duration, size
@@ -60,14 +60,14 @@ class Change:
         return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
-def compare(before: Report, after: Report) -> Change:
+def compare(before: DryRun, after: DryRun) -> Change:
     """What ``after`` does otherwise than ``before``: two dry runs of one model."""
     plans = before.compiled.plan.name, after.compiled.plan.name
     figures = [f for f in _figures(before, after) if f.before != f.after]
     return Change(plans, tuple(_moved(before, after)), tuple(figures))
 
 
-def _moved(before: Report, after: Report) -> Iterable[Moved]:
+def _moved(before: DryRun, after: DryRun) -> Iterable[Moved]:
     groups: dict[tuple[str, str, str], int] = {}
     for name, old in before.compiled.parameters.items():
         new = after.compiled.parameters.get(name)
@@ -84,7 +84,7 @@ def _placed(entry: ParameterPlan) -> str:
     return f"{entry.placed}{', summed' if entry.summed else ''}: {shape}"
 
 
-def _figures(before: Report, after: Report) -> Iterable[Figure]:
+def _figures(before: DryRun, after: DryRun) -> Iterable[Figure]:
     for phase in PHASES:
         old, new = before.counts(phase), after.counts(phase)
         for kind in dict.fromkeys([*old, *new]):

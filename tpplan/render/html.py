@@ -14,8 +14,7 @@ from string import Template
 
 import torch
 
-import tpplan
-from tpplan.cost.run import Report
+from tpplan.cost.run import DryRun
 from tpplan.language import Plan
 from tpplan.render.capacity import memory, mode, scaling
 from tpplan.render.markup import (
@@ -33,9 +32,11 @@ from tpplan.render.markup import (
 from tpplan.render.sections import collectives, timeline
 from tpplan.render.tree import render_tree
 from tpplan.render.units import duration, number, size
+from tpplan.shipped import plan_directories
 from tpplan.simulate.execute import Training
 from tpplan.simulate.optimizers import OPTIMIZERS
 from tpplan.simulate.steps import PHASES
+from tpplan.version import __version__
 
 _ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path fill="#1f5fa8" '
@@ -52,7 +53,7 @@ _SECTIONS = {
 
 
 def render_html(
-    report: Report, others: Sequence[Report] | None = None, command: str | None = None
+    report: DryRun, others: Sequence[DryRun] | None = None, command: str | None = None
 ) -> str:
     """The page.
 
@@ -100,7 +101,7 @@ def _hash(content: str) -> str:
 # --- header
 
 
-def _header(report: Report) -> Html:
+def _header(report: DryRun) -> Html:
     hardware = report.hardware
     facts = (
         ("plan", report.compiled.plan.name),
@@ -122,7 +123,7 @@ def _header(report: Report) -> Html:
     )
 
 
-def _key_figures(report: Report) -> Html:
+def _key_figures(report: DryRun) -> Html:
     held, limit = report.memory, report.hardware.memory
     total, mine = report.parameter_counts["total"], report.parameter_counts["per_rank"]
     peak = held.peak_per_rank
@@ -164,7 +165,7 @@ def _key_figures(report: Report) -> Html:
     )
 
 
-def _peaks(report: Report) -> Iterator[str]:
+def _peaks(report: DryRun) -> Iterator[str]:
     found = ((p, peak.bytes) for p, peak in report.memory.peaks.items())
     yield ", ".join(f"{phase} {size(most)}" for phase, most in found)
     other = report.other_memory
@@ -175,7 +176,7 @@ def _peaks(report: Report) -> Iterator[str]:
         yield f"{word} activation checkpointing: {peaks}"
 
 
-def _times(report: Report) -> Iterator[str]:
+def _times(report: DryRun) -> Iterator[str]:
     time = report.time
     total = time.total
     phases = (f"{p.replace('_', ' ')} {duration(s.seconds)}" for p, s in time.phases.items())
@@ -195,7 +196,7 @@ def _card(title: str, certainty: Certainty, figure: str, *lines: object) -> Html
     return tag("div", head, tag("p", figure, class_="figure"), *below, class_="card")
 
 
-def _counts(report: Report) -> Html:
+def _counts(report: DryRun) -> Html:
     kinds = list(dict.fromkeys(kind for phase in PHASES for kind in report.counts(phase)))
     columns = [Column("phase"), *(Column(k.replace("_", "-"), numeric=True) for k in kinds)]
     rows = [
@@ -206,7 +207,7 @@ def _counts(report: Report) -> Html:
     return tag("div", tag("h3", "Collectives", badge("exact")), shown, class_="card wide")
 
 
-def _modules(report: Report) -> Html:
+def _modules(report: DryRun) -> Html:
     compiled = report.compiled
     plan = compiled.plan
     lead = tag(
@@ -255,7 +256,7 @@ _ABOUT: dict[Certainty, str] = {
 }
 
 
-def _footer(report: Report, command: str | None) -> Html:
+def _footer(report: DryRun, command: str | None) -> Html:
     words = [tag("dt", badge(kind), id=f"about-{kind}") for kind in NOTES]
     pairs = [
         part
@@ -284,7 +285,7 @@ def _footer(report: Report, command: str | None) -> Html:
     content.append(tag("p", f"{again}:"))
     content.append(tag("pre", tag("code", command or _command(report))))
     python = platform.python_version()
-    versions = f"tpplan {tpplan.__version__}, torch {torch.__version__}, Python {python}"
+    versions = f"tpplan {__version__}, torch {torch.__version__}, Python {python}"
     content.append(tag("p", versions, class_="quiet"))
     return join(content, "\n")
 
@@ -305,7 +306,7 @@ def _training(training: Training) -> str:
     return ", ".join(parts)
 
 
-def _command(report: Report) -> str:
+def _command(report: DryRun) -> str:
     """As far as the report knows it: not from what the model was built."""
     compiled = report.compiled
     parts = ["tpplan", "dry-run", _named(compiled.plan), "--model", "CONFIG"]
@@ -337,6 +338,4 @@ def _named(plan: Plan) -> str:
     """How the command line names a plan: shipped ones by name, others by path."""
     if plan.path is None:
         return plan.name
-    package = Path(tpplan.__file__).resolve().parent
-    shipped = Path(plan.path).parent in (package / "plans", package.parent / "plans")
-    return plan.name if shipped else plan.path
+    return plan.name if Path(plan.path).parent in plan_directories() else plan.path

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from tpplan.cost.run import Report
+from tpplan.cost.run import DryRun
 from tpplan.cost.timing import Span
 from tpplan.planner.match import folded
 from tpplan.render import charts
@@ -25,16 +25,10 @@ from tpplan.render.paths import folded_text
 from tpplan.render.units import duration, size
 from tpplan.simulate.steps import PHASES, Collective, Element
 
-
-def mode(report: Report) -> str:
-    """TP or TP+SP."""
-    return "TP+SP" if report.compiled.sequence_parallel else "TP"
-
-
 # --- collectives
 
 
-def collectives(report: Report) -> Html:
+def collectives(report: DryRun) -> Html:
     """Every collective of a step, those of equal layers in one row."""
     if not report.collectives:
         return section("collectives", "Collectives", tag("p", "None: there is one rank."))
@@ -50,7 +44,7 @@ def collectives(report: Report) -> Html:
     return section("collectives", "Collectives", lead, *tables)
 
 
-def _phase(report: Report, phase: str) -> Html:
+def _phase(report: DryRun, phase: str) -> Html:
     groups = Counter(_folded(c) for c in report.collectives if c.phase == phase)
     title = phase.replace("_", " ")
     if not groups:
@@ -90,7 +84,7 @@ def _folded(c: Collective) -> Collective:
 # --- timeline
 
 
-def timeline(report: Report) -> Html:
+def timeline(report: DryRun) -> Html:
     """The typical element of the largest stack, forward and backward."""
     title, layers = "Timeline of one layer", report.time.layers
     if not layers:

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tpplan.cost.run import Report
+from tpplan.cost.run import DryRun
 from tpplan.cost.timing import flops_by_module
 from tpplan.planner import ParameterPlan
 from tpplan.planner.match import folded
@@ -16,14 +16,14 @@ from tpplan.render.units import duration, number, size
 from tpplan.simulate.steps import PHASES, Collective
 
 
-def render(report: Report, width: int = 120) -> str:
+def render(report: DryRun, width: int = 120) -> str:
     """The report as plain text."""
     stream = io.StringIO()
     Console(file=stream, width=width, no_color=True).print(layout(report))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
-def layout(report: Report) -> Group:
+def layout(report: DryRun) -> Group:
     """The report for a rich console, which colours it on a terminal."""
     parts: list[RenderableType] = [_title(report), "", _placements(report)]
     if report.collectives:
@@ -36,7 +36,7 @@ def layout(report: Report) -> Group:
     return Group(*parts)
 
 
-def _title(report: Report) -> Text:
+def _title(report: DryRun) -> Text:
     mode = "TP+SP" if report.compiled.sequence_parallel else "TP"
     return Text(
         f"{report.model} · plan {report.compiled.plan.name} · {mode}, tp {report.compiled.tp} · "
@@ -53,7 +53,7 @@ def _table(title: str, *columns: tuple[str, str]) -> Table:
     return table
 
 
-def _placements(report: Report) -> Table:
+def _placements(report: DryRun) -> Table:
     table = _table(
         "Parameters",
         ("parameter", "left"),
@@ -90,7 +90,7 @@ def _row(entry: ParameterPlan) -> tuple[str, ...]:
     )
 
 
-def _counts(report: Report) -> Table:
+def _counts(report: DryRun) -> Table:
     kinds = list(dict.fromkeys(k for p in PHASES for k in report.counts(p)))
     columns = [(kind.replace("_", "-"), "right") for kind in kinds]
     table = _table("Collectives", ("phase", "left"), *columns, ("sent per rank", "right"))
@@ -103,7 +103,7 @@ def _counts(report: Report) -> Table:
     return table
 
 
-def _sites(report: Report) -> Table:
+def _sites(report: DryRun) -> Table:
     table = _table(
         "Where they come from",
         ("phase", "left"),
@@ -137,7 +137,7 @@ def _site(c: Collective) -> tuple[str, ...]:
     return phase, module, kind, shape, size(c.bytes), folded(c.reason)
 
 
-def _kernels(report: Report) -> Table:
+def _kernels(report: DryRun) -> Table:
     """What fused kernels stand for, and what they do not."""
     table = _table(
         "Fused kernels", ("module", "left"), ("×", "right"), ("computes", "left"), ("how", "left")
@@ -152,7 +152,7 @@ def _kernels(report: Report) -> Table:
     return table
 
 
-def _memory(report: Report) -> Table:
+def _memory(report: DryRun) -> Table:
     """Bytes of the first rank: as it was run, and with layers recomputed or not."""
     runs = [(report.training.checkpointing, report.memory)]
     if report.other_memory is not None:
@@ -177,7 +177,7 @@ def _memory(report: Report) -> Table:
     return table
 
 
-def _flops(report: Report) -> Table:
+def _flops(report: DryRun) -> Table:
     """What each module computes in a step, identical layers together."""
     groups: dict[str, list[int]] = {}
     for path, flops in flops_by_module(report.steps).items():
@@ -196,7 +196,7 @@ def _flops(report: Report) -> Table:
     return table
 
 
-def _time(report: Report) -> Table:
+def _time(report: DryRun) -> Table:
     """Modelled seconds by phase, and of the typical layer."""
     time = report.time
     table = _table(
@@ -219,7 +219,7 @@ def _time(report: Report) -> Table:
     return table
 
 
-def _notes(report: Report) -> Text:
+def _notes(report: DryRun) -> Text:
     total, mine = report.parameter_counts["total"], report.parameter_counts["per_rank"]
     memory, time = report.memory, report.time
     training = "forward, backward"
