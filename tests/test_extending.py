@@ -1,16 +1,25 @@
-"""What can be added from one file: a packed layout, a hardware profile."""
+"""What can be added from one file: a packed layout, a kernel, a hardware profile."""
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import tpplan
+from tests.compare import Errors, beyond, step
+from tpplan.compat import simulate
 from tpplan.layout import Rows
+from tpplan.observe.fused import FINDERS
+from tpplan.rewrite.fused import ROLES
 
 WIDTH, HEADS, DIM = 16, 4, 4
 
@@ -60,6 +69,54 @@ def test_a_packed_layout(tmp_path: Path) -> None:
     assert isinstance(placement, Rows)
     assert placement.pieces[0] == first
     assert placement.pieces[1] == tuple((a + 24, b + 24) for a, b in first)
+
+
+class Mlp(nn.Module):
+    """Whose activation the kernel of ``tests/squared.py`` computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.act = Named()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+class Named(nn.Module):
+    """The square of a ReLU, under another name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x) ** 2
+
+
+@pytest.fixture
+def calls() -> Iterator[list[torch.Size]]:
+    """What the kernel of the one file was given; it is known for as long as the test lasts."""
+    known = [(table, dict(table)) for table in (FINDERS, ROLES)]
+    yield importlib.import_module("tests.squared").CALLS
+    for table, before in known:
+        table.clear()
+        table.update(before)
+
+
+def test_a_kernel(calls: list[torch.Size]) -> None:
+    plan = tpplan.load_plan({"tpplan": 1, "rules": {"*.up": "colwise", "*.down": "rowwise"}})
+    x = torch.randn(2, 6, WIDTH)
+    reference = nn.Sequential(Mlp(), Mlp())
+    choice = tpplan.check(reference, plan, 2, inputs=(x,)).modules["0.act"].kernel
+    assert choice is not None and choice.implementation == "auto"
+
+    def job(mesh: DeviceMesh) -> Errors:
+        model = copy.deepcopy(reference)
+        asked = {"squared_relu": "triton"}
+        tpplan.parallelize(model, plan, mesh, kernels=asked, inputs=(x,), prove=False)
+        return step(copy.deepcopy(reference), model, lambda m: {"objective": m(x).square().sum()})
+
+    calls.clear()
+    assert beyond(simulate(2, job)) == {}
+    assert calls.count(torch.Size((2, 6, WIDTH))) == 4  # a rank's columns, of two layers
+    assert "squared_relu" in str(tpplan.dry_run(reference, plan, tp=2, inputs=(x,)))
 
 
 MINE = """

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from tpplan.kernels.gated import Kind
 
 
+class Form:
+    """How exactly a module computes what a kernel does; data, of which each kernel has its own."""
+
+
 @dataclass(frozen=True)
-class NormForm:
+class NormForm(Form):
     """How exactly a norm computes; see ``tpplan.kernels.norm``.
 
     Attributes:
@@ -29,7 +33,7 @@ class NormForm:
 
 
 @dataclass(frozen=True)
-class GeluForm:
+class GeluForm(Form):
     """A GeLU that adds the bias of the layer before it; see ``tpplan.kernels.gelu``.
 
     Attributes:
@@ -41,7 +45,7 @@ class GeluForm:
 
 
 @dataclass(frozen=True)
-class UnbiasedForm:
+class UnbiasedForm(Form):
     """A layer that leaves its bias to the activation at path ``activation``.
 
     Attributes:
@@ -53,7 +57,7 @@ class UnbiasedForm:
 
 
 @dataclass(frozen=True)
-class GatedForm:
+class GatedForm(Form):
     """An MLP that is down(activation(gate(x)) * up(x)); see ``tpplan.kernels.gated``.
 
     Attributes:
@@ -68,6 +72,3 @@ class GatedForm:
     down: str
     activation: Kind
     gate_first: bool = True
-
-
-Form = NormForm | GeluForm | UnbiasedForm | GatedForm

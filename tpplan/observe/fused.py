@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,38 @@ Findings = dict[str, tuple[str, Form | None, str | None]]
 """By path: the kind of kernel, how it computes, and what is in its way."""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a model when kernels are looked for.
+
+    Attributes:
+        styles: of the modules that rules match; columns: the column-parallel projections;
+            transposed: of them, those whose weights are stored (in, out).
+        traces: in evaluation and in training: what is dropped between two modules keeps them apart.
+    """
+
+    model: nn.Module
+    styles: Mapping[str, str]
+    columns: Set[str]
+    transposed: Set[str]
+    traces: Sequence[Trace]
+
+
+Finder = Callable[[Seen], Findings]
+FINDERS: dict[str, Finder] = {}
+"""By kind of kernel, who finds the modules that it could stand for."""
+
+
+def finds(*kinds: str) -> Callable[[Finder], Finder]:
+    """A function as the finder of kernels of these kinds."""
+
+    def register(finder: Finder) -> Finder:
+        FINDERS.update(dict.fromkeys(kinds, finder))
+        return finder
+
+    return register
+
+
 def fused_modules(
     model: nn.Module,
     styles: Mapping[str, str],
@@ -34,14 +67,12 @@ def fused_modules(
     transposed: Set[str],
     traces: Sequence[Trace],
 ) -> Findings:
-    """What fused kernels other than norms could stand for.
-
-    Args:
-        styles: of the modules that rules match; columns: the column-parallel projections;
-            transposed: of them, those whose weights are stored (in, out).
-        traces: in evaluation and in training: what is dropped between two modules keeps them apart.
-    """
-    return {**_gated(model, styles, columns), **_gelus(model, columns, transposed, traces)}
+    """What fused kernels other than norms could stand for; see ``Seen``."""
+    seen = Seen(model, styles, columns, transposed, traces)
+    found: Findings = {}
+    for finder in dict.fromkeys(FINDERS.values()):
+        found.update(finder(seen))
+    return found
 
 
 # --- gated MLPs
@@ -64,12 +95,14 @@ def _random(width: int, seed: int) -> torch.Tensor:
     return torch.randn((2, 3, width), generator=torch.Generator().manual_seed(seed + 1))
 
 
-def _gated(model: nn.Module, styles: Mapping[str, str], columns: Set[str]) -> Findings:
+@finds("swiglu", "geglu")
+def _gated(seen: Seen) -> Findings:
+    styles = seen.styles
     known: dict[Any, GatedForm | None] = {}
     found: Findings = {}
-    for path, module in model.named_modules():
+    for path, module in seen.model.named_modules():
         inner = {name: f"{path}.{name}" if path else name for name, _ in module.named_children()}
-        first = [name for name, full in inner.items() if full in columns]
+        first = [name for name, full in inner.items() if full in seen.columns]
         last = [name for name, full in inner.items() if styles.get(full) == "rowwise"]
         plain = styles.get(path) != "attention" and not any(True for _ in module.parameters(False))
         if not plain or len(last) != 1 or len(first) not in (1, 2) or not _takes_one(module):
@@ -141,15 +174,14 @@ def _reaching(
 # --- GeLU with the bias before it
 
 
-def _gelus(
-    model: nn.Module, columns: Set[str], transposed: Set[str], traces: Sequence[Trace]
-) -> Findings:
-    found: Findings = {}
-    for call in traces[0].calls:
-        if call.path not in columns:
+@finds("gelu")
+def _gelus(seen: Seen) -> Findings:
+    model, found = seen.model, Findings()
+    for call in seen.traces[0].calls:
+        if call.path not in seen.columns:
             continue
         bias = model.get_submodule(call.path)._parameters.get("bias")
-        readers = [_sole_reader(model, trace, call.path) for trace in traces]
+        readers = [_sole_reader(model, trace, call.path) for trace in seen.traces]
         if bias is None or any(reader is None or reader != readers[0] for reader in readers):
             continue
         reader = readers[0]
@@ -159,7 +191,7 @@ def _gelus(
             continue
         tanh = _gelu(model.get_submodule(reader))
         if tanh is not None:
-            found[call.path] = ("gelu", UnbiasedForm(reader, call.path in transposed), None)
+            found[call.path] = ("gelu", UnbiasedForm(reader, call.path in seen.transposed), None)
             found[reader] = ("gelu", GeluForm(call.path, tanh), None)
     return found
 
