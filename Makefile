@@ -34,7 +34,7 @@ coverage: $(READY)
 # every shipped plan on every model of its family, at tp 2 and 4, TP and TP+SP: proved, and what
 # a dry run predicts
 zoo: $(READY)
-	TPPLAN_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/test_zoo.py tests/report/test_prediction.py
+	TPPLAN_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/test_zoo.py tests/simulate/test_prediction.py
 
 # random models and plans: right or refused, never anything else
 random: $(READY)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import tpplan
 from benchmarks.common import LLAMA, TOLERANCE, gradient_error, on_ranks
-from tpplan.report import Recorder
+from tpplan.simulate import Collective, Recorder
 
 RANKS, BATCH, SEQUENCE = 2, 2, 128
 MODES = {"TP": False, "TP+SP": True}
@@ -85,7 +85,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return whole
 
 
-def _key(collective: tpplan.report.Collective) -> tuple[str, str, str, int]:
+def _key(collective: Collective) -> tuple[str, str, str, int]:
     return collective.phase, collective.kind, collective.module, collective.bytes
 
 

@@ -34,13 +34,13 @@ from tpplan.comm.randomness import Randomness
 from tpplan.comm.rows import scattered
 from tpplan.kernels import cross_entropy, embedding, gated, gelu, launch, norm, transition
 from tpplan.layout import Rows
+from tpplan.observe.shadow import call_for, shadow_of
+from tpplan.observe.trace import fake_inputs
 from tpplan.planner import compile_plan
-from tpplan.planner.shadow import call_for, shadow_of
-from tpplan.planner.trace import fake_inputs
-from tpplan.report import Recorder
-from tpplan.report.rehearse import rehearse
 from tpplan.rewrite import apply
 from tpplan.rewrite.draws import part_of_dropout
+from tpplan.rewrite.rehearse import rehearse
+from tpplan.simulate import Recorder
 
 HERE = "cuda:0"
 SITE = Site("a.module", "for a reason")

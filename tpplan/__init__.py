@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tpplan.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from tpplan.api import advise, check, dry_run, parallelize, verify
     from tpplan.hf import from_hf
     from tpplan.language import Plan, PlanError
     from tpplan.proof import Verification, VerificationError
-    from tpplan.report import Advice, Report
+    from tpplan.render import Advice, Report
     from tpplan.shipped import load_plan
 
-__version__ = "0.1.0"
 __all__ = [
     "Advice",
     "Plan",
@@ -33,10 +34,10 @@ __all__ = [
 
 # imported when it is first asked for: the command line answers much without torch
 _ROOMS: Mapping[str, str] = {
-    "Advice": "report",
+    "Advice": "render",
     "Plan": "language",
     "PlanError": "language",
-    "Report": "report",
+    "Report": "render",
     "Verification": "proof",
     "VerificationError": "proof",
     "advise": "api",

@@ -12,19 +12,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tpplan import proof, report
+from tpplan import cost, proof
 from tpplan.compat import fake_world
+from tpplan.cost import Setting, Task, with_companions, with_labels
+from tpplan.cost.hardware import DEFAULT, HardwareSource, load_hardware
 from tpplan.kernels.launch import interpreted
 from tpplan.language import Diagnostic, FrozenMap, PlanError
 from tpplan.planner import CompiledPlan, compile_plan
 from tpplan.planner.kernels import implementations
 from tpplan.proof import Verification
-from tpplan.report import Advice, Report, Setting, Task, Training, with_companions, with_labels
-from tpplan.report.hardware import DEFAULT, HardwareSource, load_hardware
-from tpplan.report.optimizers import OptimizerSource, optimizer_named
-from tpplan.report.rehearse import rehearse
+from tpplan.render import Advice, Report
 from tpplan.rewrite import apply, plan_of
+from tpplan.rewrite.rehearse import rehearse
 from tpplan.shipped import PlanSource, load_plan
+from tpplan.simulate import Training
+from tpplan.simulate.optimizers import OptimizerSource, optimizer_named
 
 
 def parallelize(
@@ -122,8 +124,8 @@ def dry_run(
     if loss:
         inputs = with_labels(model, inputs, batch, seq)
     setting = Setting(loaded, tp, sequence_parallel, kernels, inputs)
-    found = report.dry_run(model, setting, batch, seq, training, fold, hardware)
-    return with_companions(model, setting, found) if compare else found
+    found = cost.dry_run(model, setting, batch, seq, training, fold, hardware)
+    return Report.of(with_companions(model, setting, found) if compare else found)
 
 
 def advise(
@@ -167,7 +169,7 @@ def advise(
         inputs = with_labels(model, inputs, micro_batch, seq)
     setting = Setting(load_plan(plan, model), 1, None, kernels, inputs)
     task = Task(gpus or timed_on.node, batch, seq, micro_batch)
-    return report.advise(model, setting, task, training, timed_on, told)
+    return Advice.of(cost.advise(model, setting, task, training, timed_on, told))
 
 
 def check(

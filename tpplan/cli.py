@@ -193,7 +193,7 @@ def _positive(text: str) -> int:
 def _dry_run(args: argparse.Namespace) -> int:
     from tpplan.api import dry_run
     from tpplan.models import build
-    from tpplan.report.text import layout
+    from tpplan.render.text import layout
 
     report = dry_run(
         build(args.model),
@@ -213,7 +213,7 @@ def _dry_run(args: argparse.Namespace) -> int:
 def _advise(args: argparse.Namespace) -> int:
     from tpplan.api import advise
     from tpplan.models import build
-    from tpplan.report.advice_text import layout
+    from tpplan.render.advice_text import layout
 
     advice = advise(
         build(args.model),
@@ -230,7 +230,7 @@ def _advise(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from tpplan.api import dry_run
     from tpplan.models import build
-    from tpplan.report.diff import compare, layout
+    from tpplan.render.diff import compare, layout
 
     model, options = build(args.model), _training(args)
     options |= {"tp": args.tp, "batch": args.batch, "sequence_parallel": args.sequence_parallel}
@@ -347,7 +347,7 @@ def _inputs(texts: Sequence[str]) -> dict[str, torch.Tensor]:
 def _explain(args: argparse.Namespace) -> int:
     from tpplan.models import build
     from tpplan.planner import compile_plan
-    from tpplan.report import explain
+    from tpplan.render import explain
 
     model = build(args.model)
     compiled = compile_plan(model, load_plan(args.plan, model), args.tp, args.sequence_parallel)

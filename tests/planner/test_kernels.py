@@ -14,14 +14,8 @@ import tpplan
 from benchmarks import zoo
 from tests.models import hf
 from tpplan.language import PlanError
-from tpplan.planner import (
-    CompiledPlan,
-    GatedForm,
-    GeluForm,
-    NormForm,
-    UnbiasedForm,
-    compile_plan,
-)
+from tpplan.observe.forms import GatedForm, GeluForm, NormForm, UnbiasedForm
+from tpplan.planner import CompiledPlan, compile_plan
 
 
 def compiled(model: nn.Module, plan: Any, kernels: Any = None, inputs: Any = None) -> CompiledPlan:

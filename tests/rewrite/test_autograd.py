@@ -26,7 +26,7 @@ from tests.rewrite.calls import (
     labelled,
     logits_of,
 )
-from tpplan.report.recorder import Recorder
+from tpplan.simulate.recorder import Recorder
 
 
 def checkpointing_job(mesh: DeviceMesh, sp: bool) -> Errors:

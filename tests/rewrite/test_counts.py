@@ -16,7 +16,7 @@ from tests.compare import Errors, Findings, beyond, same
 from tests.models import FAMILIES, SHARDED_LOGITS, hf, sharded, token_ids
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
-from tpplan.report import Recorder
+from tpplan.simulate import Recorder
 
 LAYERS = 3
 Counts = dict[str, int]

@@ -18,7 +18,7 @@ from tests.life.parts import HEAD, WIDTH, attend
 from tests.models import weighed
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
-from tpplan.report import Recorder
+from tpplan.simulate import Recorder
 
 HEADS, LENGTH = WIDTH // HEAD, 6
 

@@ -24,7 +24,7 @@ from tests.rewrite import MODES, SIZES
 from tests.thorough import THOROUGH, turn
 from tpplan.kernels import cross_entropy, embedding, gated, gelu, norm, transition
 from tpplan.kernels.launch import interpreted
-from tpplan.report import Recorder
+from tpplan.simulate import Recorder
 
 # norms of both kinds, gated products of two layers and of one, GeLUs with a bias
 HALVES = ["phi3", "gpt2"], ["llama", "gpt_neox"]

@@ -31,7 +31,7 @@ from tests.ranks import RankError, Ranks
 from tests.rewrite import MODES, SIZES
 from tpplan.comm.collectives import Group, Site, chunk
 from tpplan.comm.cross_entropy import Vocabulary, cross_entropy
-from tpplan.report import Recorder
+from tpplan.simulate import Recorder
 
 GATHERED_LOGITS: dict[str, Any] = {
     "tpplan": 1,

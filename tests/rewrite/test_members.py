@@ -19,7 +19,7 @@ from tests.compare import Errors, Findings, beyond, full, gradient_errors, step
 from tests.models import weighed
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
-from tpplan.report import Recorder
+from tpplan.simulate import Recorder
 
 WIDTH, INNER, HEAD = 16, 32, 4
 PLAN: dict[str, Any] = {

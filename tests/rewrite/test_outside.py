@@ -17,7 +17,7 @@ from tests.compare import Errors, Findings, beyond, same, step
 from tests.models import randomize
 from tests.ranks import Ranks
 from tests.rewrite import MODES
-from tpplan.report import Recorder
+from tpplan.simulate import Recorder
 
 WIDTH, INNER, CLASSES = 16, 32, 13
 PLAN: dict[str, Any] = {

@@ -12,31 +12,31 @@ from torch.distributed.tensor import Replicate, Shard
 from tpplan.compat import FakeTensorMode
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.layout import Rows
+from tpplan.observe.caches import no_fakes_kept
+from tpplan.observe.fused import fused_modules
+from tpplan.observe.places import Argument
+from tpplan.observe.probe import probe_modules
+from tpplan.observe.shadow import call_for, padded, shadow_of, shortened
+from tpplan.observe.tables import read_by_others
+from tpplan.observe.trace import Trace, record
+from tpplan.observe.twins import same_randomness
 from tpplan.planner import checks, infer
-from tpplan.planner.caches import no_fakes_kept
 from tpplan.planner.compiled import (
-    Argument,
     CompiledPlan,
     Draws,
+    KernelChoice,
     ModulePlan,
     ParameterPlan,
     WidthNorm,
 )
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import follow
-from tpplan.planner.forms import KernelChoice
-from tpplan.planner.fused import fused_modules
 from tpplan.planner.kernels import choose, implementations
 from tpplan.planner.match import match
 from tpplan.planner.placing import Placing
-from tpplan.planner.probe import probe_modules
 from tpplan.planner.replay import Failure, prove
-from tpplan.planner.shadow import call_for, padded, shadow_of, shortened
 from tpplan.planner.sizes import Sizes
-from tpplan.planner.tables import read_by_others
 from tpplan.planner.together import reduced_together
-from tpplan.planner.trace import Trace, record
-from tpplan.planner.twins import same_randomness
 from tpplan.planner.unproved import say_unproved
 from tpplan.styles import NONE, named
 from tpplan.styles.replicate import REPLICATE

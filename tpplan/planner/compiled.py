@@ -15,16 +15,24 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.language import FrozenMap, Plan, Rule
 from tpplan.layout import Rows
-from tpplan.planner.forms import KernelChoice
-from tpplan.planner.results import Place
+from tpplan.observe.forms import Form
+from tpplan.observe.places import Argument, Place
 
 
 @dataclass(frozen=True)
-class Argument:
-    """An argument of a module's forward, by name and, where it has one, by position."""
+class KernelChoice:
+    """Which implementation runs a module that a fused kernel could serve, and why.
 
-    name: str
-    index: int | None
+    Attributes:
+        implementation: triton; torch, which is the module's own forward; or auto: Triton on a
+            GPU, the module's own forward elsewhere.
+        form: how the kernel has to compute; None where it cannot stand for the module.
+    """
+
+    kind: str
+    implementation: str
+    reason: str
+    form: Form | None = None
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from tpplan.language import Rule
+from tpplan.observe.positions import acts_on_each
+from tpplan.observe.trace import Call, Op, Trace
 from tpplan.planner.compiled import Boundary, Element
 from tpplan.planner.infer import KEEPING, VIEWS, sources
-from tpplan.planner.positions import acts_on_each
-from tpplan.planner.trace import Call, Op, Trace
 from tpplan.styles import NONE, named
 
 

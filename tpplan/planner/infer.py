@@ -9,20 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from tpplan.language import Diagnostic, Pattern, PlanError, Rule
-from tpplan.planner.compiled import Argument, Boundary, Element
+from tpplan.observe.places import Argument, Place
+from tpplan.observe.trace import Call, Trace, stream_input
+from tpplan.planner.compiled import Boundary, Element
 from tpplan.planner.match import fold
-from tpplan.planner.results import Place
-from tpplan.planner.trace import Call, Trace
 from tpplan.styles import NONE, Style, named
 
 VIEWS = frozenset({"view", "_unsafe_view", "reshape", "unflatten", "unsqueeze", "squeeze"})
 KEEPING = frozenset({"clone", "alias", "detach", "_to_copy", "contiguous", "lift_fresh"})
 _CUTS = frozenset({"split", "split_with_sizes", "chunk", "slice", "narrow"})
-
-
-def stream_input(trace: Trace, call: Call) -> int | None:
-    """The first floating tensor a module was given."""
-    return next((number for number in call.arguments if number in trace.floating), None)
 
 
 def carrying(trace: Trace, path: str) -> Argument | None:

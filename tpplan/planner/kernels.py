@@ -8,7 +8,9 @@ from tpplan.kernels.launch import importable
 from tpplan.language import Diagnostic, PlanError
 from tpplan.language.diagnostics import did_you_mean
 from tpplan.language.styles import KERNEL_CHOICES, KERNEL_KINDS
-from tpplan.planner.forms import Form, KernelChoice
+from tpplan.observe.forms import Form
+from tpplan.observe.fused import FINDERS
+from tpplan.planner.compiled import KernelChoice
 
 _REASONS: Mapping[str, str] = {
     "auto": "by a fused kernel on a GPU, elsewhere by its own forward: equal on random numbers",
@@ -26,16 +28,17 @@ def implementations(
         PlanError: where the caller gave a kind or an implementation that there is not, or Triton
             is asked for where it cannot be imported: nothing would run what was proved.
     """
-    over = dict.fromkeys(KERNEL_KINDS, given) if isinstance(given, str) else dict(given or {})
+    kinds = tuple(dict.fromkeys((*KERNEL_KINDS, *FINDERS)))
+    over = dict.fromkeys(kinds, given) if isinstance(given, str) else dict(given or {})
     for kind, implementation in over.items():
-        if kind not in KERNEL_KINDS:
-            hint = did_you_mean(kind, KERNEL_KINDS, f"the kinds are {', '.join(KERNEL_KINDS)}")
+        if kind not in kinds:
+            hint = did_you_mean(kind, kinds, f"the kinds are {', '.join(kinds)}")
             raise PlanError([Diagnostic(f"kernels: there is no kind '{kind}'", hint=hint)])
         if implementation not in KERNEL_CHOICES:
             message = f"kernels: {kind}: there is no implementation '{implementation}'"
             hint = f"it is one of {', '.join(KERNEL_CHOICES)}"
             raise PlanError([Diagnostic(message, hint=hint)])
-    wanted = dict.fromkeys(KERNEL_KINDS, "auto") | dict(stated) | over
+    wanted = dict.fromkeys(kinds, "auto") | dict(stated) | over
     if "triton" in wanted.values() and not importable():
         message = "kernels: 'triton' is asked for, and there is no triton here to import"
         hint = "pip install triton, or ask for 'auto' or 'torch'"

@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_map_only
 from tpplan.compat import unfused
 from tpplan.language import Rule
 from tpplan.layout import Rows
-from tpplan.planner.compiled import Argument, Element, ModulePlan
+from tpplan.observe.likeness import identity, shared_tensors
+from tpplan.observe.places import Argument, with_at
+from tpplan.observe.twins import buffer_like, without_hooks
+from tpplan.planner.compiled import Element, ModulePlan
 from tpplan.planner.geometry import attribute
-from tpplan.planner.likeness import identity, shared_tensors
 from tpplan.planner.match import folded
-from tpplan.planner.results import with_at
-from tpplan.planner.twins import buffer_like, without_hooks
 from tpplan.styles import named
 
 _LARGE, _SMALL = 2**22, 2**16

@@ -9,13 +9,13 @@ from torch import nn
 
 from tpplan.language import Rule
 from tpplan.layout import MisfitError, Rows
+from tpplan.observe.places import Argument
+from tpplan.observe.products import Products
+from tpplan.observe.trace import Trace
 from tpplan.planner import infer
-from tpplan.planner.compiled import Argument
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import fold
-from tpplan.planner.products import Products
-from tpplan.planner.trace import Trace
 from tpplan.styles import named
 from tpplan.styles.style import Misfits
 

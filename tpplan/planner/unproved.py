@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tpplan.language import Rule
+from tpplan.observe.trace import Trace
 from tpplan.planner import infer
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.match import fold
 from tpplan.planner.replay import Failure
-from tpplan.planner.trace import Trace
 from tpplan.styles import named
 
 _PACKED = "a layer that is several projections in one needs 'packed'"

@@ -20,10 +20,10 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from tpplan.language import FrozenMap
 from tpplan.layout import Rows
+from tpplan.observe.likeness import identity
+from tpplan.observe.places import with_at
 from tpplan.planner import CompiledPlan, Element, ModulePlan
-from tpplan.planner.likeness import identity
 from tpplan.planner.replay import taken
-from tpplan.planner.results import with_at
 from tpplan.styles import named
 
 _LARGE = 2**16

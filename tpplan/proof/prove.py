@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.compat import quiet, simulate, unfused
 from tpplan.language import Diagnostic, PlanError
+from tpplan.observe.caches import no_fakes_kept
+from tpplan.observe.shadow import call_for, shortened
+from tpplan.observe.twins import same_randomness
 from tpplan.planner import CompiledPlan
-from tpplan.planner.caches import no_fakes_kept
 from tpplan.planner.match import fold
-from tpplan.planner.shadow import call_for, shortened
-from tpplan.planner.twins import same_randomness
 from tpplan.proof.calls import (
     Call,
     drawn_where_alike,

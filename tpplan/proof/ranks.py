@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map_only
 from tpplan.compat import local_of
 from tpplan.planner import CompiledPlan
 from tpplan.proof.step import outputs_of
-from tpplan.report.recorder import Recorder
-from tpplan.report.steps import PHASES, counts
 from tpplan.rewrite import apply
+from tpplan.simulate.recorder import Recorder
+from tpplan.simulate.steps import PHASES, counts
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import simulate
 from tpplan.language import Diagnostic, Plan, PlanError
+from tpplan.observe.shadow import call_for
 from tpplan.planner import CompiledPlan, compile_plan
-from tpplan.planner.shadow import call_for
 from tpplan.proof.calls import random_ids
 from tpplan.proof.floor import floor_of
 from tpplan.proof.locate import Divergence, first_divergence, rule_near
@@ -33,7 +33,7 @@ from tpplan.proof.ranks import (
     run_rank,
 )
 from tpplan.proof.rounding import own_rounding
-from tpplan.report.steps import PHASES
+from tpplan.simulate.steps import PHASES
 
 BATCH, LENGTH = 2, 13  # a length that no tp divides
 _EXACT = 1e-4

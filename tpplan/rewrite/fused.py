@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ from tpplan import compat
 from tpplan.kernels.gated import gated, gated_packed
 from tpplan.kernels.gelu import gelu
 from tpplan.kernels.norm import norm
-from tpplan.planner import GatedForm, GeluForm, KernelChoice, NormForm, UnbiasedForm
+from tpplan.observe.forms import GatedForm, GeluForm, NormForm, UnbiasedForm
+from tpplan.planner import KernelChoice
 from tpplan.rewrite.lowered import State, looks
 
 
@@ -97,6 +98,25 @@ class Fused(nn.Module):
         assert choice is not None
         return choice.form
 
+    @classmethod
+    def _tpplan_partner(cls, path: str, module: nn.Module, form: Any, model: nn.Module) -> Any:
+        """What the kernel of the module at ``path`` needs to know of other modules."""
+        return None
+
+
+ROLES: dict[type, type[Fused]] = {}
+"""The class that a module takes on, by the form of its kernel."""
+
+
+def stands_for(form: type) -> Callable[[type[Fused]], type[Fused]]:
+    """A class as the role of the modules whose kernel has such a form."""
+
+    def register(role: type[Fused]) -> type[Fused]:
+        ROLES[form] = role
+        return role
+
+    return register
+
 
 def _own(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
     """The parameters of a module with a fused kernel, as local tensors."""
@@ -106,6 +126,7 @@ def _own(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
     return module._parameters
 
 
+@stands_for(NormForm)
 class FusedNorm(Fused):
     """LayerNorm or RMSNorm of local rows by the kernel that was proved to equal the module."""
 
@@ -149,6 +170,7 @@ class Around(Fused):
             state.running -= 1
 
 
+@stands_for(UnbiasedForm)
 class Unbiased(Fused):
     """A column-parallel layer without its bias, which the activation after it adds.
 
@@ -167,6 +189,13 @@ class Unbiased(Fused):
         assert weight is not None
         return F.linear(input, weight.t() if form.transposed else weight)
 
+    @classmethod
+    def _tpplan_partner(cls, path: str, module: nn.Module, form: Any, model: nn.Module) -> Link:
+        """The way to the activation."""
+        above = common(path, form.activation)
+        names = form.activation.removeprefix(above).lstrip(".").split(".")
+        return Link(model.get_submodule(above), tuple(names))
+
     def _tpplan_is_run(self) -> bool:
         """Whether the module that contains the activation as well calls the layer."""
         state = self._tpplan
@@ -179,6 +208,7 @@ class Unbiased(Fused):
         return around.running > 0 or (link.fused and compat.in_backward())
 
 
+@stands_for(GeluForm)
 class FusedGelu(Fused):
     """GeLU of what the layer before it made without its bias."""
 
@@ -194,7 +224,13 @@ class FusedGelu(Fused):
             return super().forward(x)  # type: ignore[no-any-return, misc]
         return gelu(x, _own(partner)["bias"], tanh=form.tanh)
 
+    @classmethod
+    def _tpplan_partner(cls, path: str, module: nn.Module, form: Any, model: nn.Module) -> Any:
+        """The layer whose bias it adds."""
+        return model.get_submodule(form.linear)
 
+
+@stands_for(GatedForm)
 class FusedGated(Fused):
     """A gated MLP whose activation and product are one kernel."""
 
@@ -210,25 +246,20 @@ class FusedGated(Fused):
             product = gated(first, self._modules[form.up](*args), kind=form.activation)  # type: ignore[misc]
         return self._modules[form.down](product)  # type: ignore[misc]
 
-
-def partner_of(path: str, module: nn.Module, choice: KernelChoice | None, model: nn.Module) -> Any:
-    """What the kernel of the module at ``path`` needs to know of other modules.
-
-    The layer whose bias a GeLU adds; for that layer the ``Link`` to the GeLU; for a gated MLP the
-    ``Activation`` that the kernel stands for.
-    """
-    form = None if choice is None else choice.form
-    if isinstance(form, GeluForm):
-        return model.get_submodule(form.linear)
-    if isinstance(form, UnbiasedForm):
-        above = common(path, form.activation)
-        names = form.activation.removeprefix(above).lstrip(".").split(".")
-        return Link(model.get_submodule(above), tuple(names))
-    if isinstance(form, GatedForm):
+    @classmethod
+    def _tpplan_partner(
+        cls, path: str, module: nn.Module, form: Any, model: nn.Module
+    ) -> Activation:
+        """The activation that the kernel stands for."""
         called = {form.gate, form.up, form.down}
         own = {n: f for n, f in vars(module).items() if callable(f) and not n.startswith("_")}
         return Activation({**own, **{n: m for n, m in module._modules.items() if n not in called}})
-    return None
+
+
+def partner_of(path: str, module: nn.Module, choice: KernelChoice | None, model: nn.Module) -> Any:
+    """What the kernel of the module at ``path``, if any, needs to know of other modules."""
+    form = None if choice is None else choice.form
+    return None if form is None else ROLES[type(form)]._tpplan_partner(path, module, form, model)
 
 
 def common(path: str, other: str) -> str:
@@ -239,12 +270,3 @@ def common(path: str, other: str) -> str:
             break
         shared.append(a)
     return ".".join(shared)
-
-
-ROLES: Mapping[type, type[Fused]] = {
-    NormForm: FusedNorm,
-    UnbiasedForm: Unbiased,
-    GeluForm: FusedGelu,
-    GatedForm: FusedGated,
-}
-"""The class that a module takes on, by the form of its kernel."""

@@ -17,8 +17,7 @@ from tpplan.comm.agreement import require_same_inputs
 from tpplan.comm.conjugates import join
 from tpplan.comm.sharded import Window
 from tpplan.comm.stream import Parts
-from tpplan.planner import Argument
-from tpplan.planner.results import at, with_at
+from tpplan.observe.places import Argument, at, with_at
 from tpplan.rewrite.draws import draws_in_training
 from tpplan.rewrite.logits import Logits
 from tpplan.rewrite.lowered import Lowered, looks

@@ -13,7 +13,8 @@ from tpplan import planner
 from tpplan.comm import Site, Stream, Transition
 from tpplan.comm.distribute import distributed
 from tpplan.kernels.launch import chosen
-from tpplan.planner import CompiledPlan, GeluForm, ModulePlan
+from tpplan.observe.forms import GeluForm
+from tpplan.planner import CompiledPlan, ModulePlan
 from tpplan.planner.match import folded
 from tpplan.planner.replay import assign
 from tpplan.rewrite.attention import MultiheadAttention

@@ -9,8 +9,8 @@ from torch.distributed.tensor import Replicate
 from tpplan.styles.style import Style
 
 if TYPE_CHECKING:
+    from tpplan.observe.trace import Call
     from tpplan.planner.flow import Walk
-    from tpplan.planner.trace import Call
 
 
 class Whole(Style):

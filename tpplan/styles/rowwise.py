@@ -14,9 +14,9 @@ from tpplan.layout import Rows
 from tpplan.styles.style import Misfits, Style, divisors, is_matrix, without_weight
 
 if TYPE_CHECKING:
+    from tpplan.observe.trace import Call
     from tpplan.planner.flow import Walk
     from tpplan.planner.sizes import Sizes
-    from tpplan.planner.trace import Call
 
 
 class Rowwise(Style):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from tpplan.styles.style import Style
 
 if TYPE_CHECKING:
+    from tpplan.observe.trace import Call
     from tpplan.planner.flow import Walk
-    from tpplan.planner.trace import Call
 
 
 class SequenceParallel(Style):

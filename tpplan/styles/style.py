@@ -13,9 +13,9 @@ from tpplan.language import FrozenMap, Rule
 from tpplan.layout import Rows
 
 if TYPE_CHECKING:
+    from tpplan.observe.trace import Call
     from tpplan.planner.flow import Walk
     from tpplan.planner.sizes import Sizes
-    from tpplan.planner.trace import Call
 
 Misfits = dict[str, dict[str, str]]
 """The values of tp that would fit -> module path -> what does not."""

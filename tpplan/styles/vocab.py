@@ -12,8 +12,8 @@ from tpplan.layout import Rows
 from tpplan.styles.style import Style, runs_as
 
 if TYPE_CHECKING:
+    from tpplan.observe.trace import Call
     from tpplan.planner.flow import Walk
-    from tpplan.planner.trace import Call
 
 
 class Vocab(Style):

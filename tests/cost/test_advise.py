@@ -1,0 +1,61 @@
+"""What is advised: what fits, what is fastest, and the reasons."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import tpplan
+from tests.models import hf
+from tpplan import Advice
+from tpplan.cost.hardware import load_hardware
+
+# the sweep they read is made once, in one process
+pytestmark = pytest.mark.xdist_group("advise")
+
+H100 = load_hardware("h100-nvlink")
+PAIRS = replace(H100, name="pairs", node=2)
+
+
+@pytest.fixture(scope="module")
+def advice() -> Advice:
+    """A model of two KV heads and four layers on two nodes of two GPUs."""
+    model = hf(device="meta", num_hidden_layers=4, num_key_value_heads=2)
+    return tpplan.advise(model, "llama.yaml", 4, 8, 16, hardware=PAIRS)
+
+
+def test_a_model_that_fits_a_gpu_is_not_cut(advice: Advice) -> None:
+    assert advice.best is not None
+    assert advice.best.tp == 1
+    assert all(c.tp * c.pp * c.dp == 4 for c in advice.choices)
+    assert "Choose tp 1" in str(advice)
+
+
+def test_what_a_size_costs_is_said(advice: Advice) -> None:
+    four = next(size for size in advice.sizes if size.tp == 4)
+    assert any("crosses the node of 2" in note for note in four.notes)
+    assert any("more ranks than KV heads" in note for note in four.notes)
+    assert "tp 4: " in str(advice)
+
+
+def test_more_pipeline_stages_more_idle_time(advice: Advice) -> None:
+    idle = {c.pp: c.idle / c.seconds for c in advice.choices if c.tp == 1 and not c.checkpointing}
+    assert idle[1] == 0
+    assert 0 < idle[2] < idle[4]
+
+
+def test_what_fits_nowhere_is_said_and_heads_that_do_not_divide() -> None:
+    tight = replace(H100, name="small", memory=1e4)
+    model = hf(device="meta", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    advice = tpplan.advise(model, "llama.yaml", 4, 8, 16, hardware=tight)
+    assert advice.best is None
+    assert "Nothing fits" in str(advice)
+    four = next(size for size in advice.sizes if size.tp == 4)
+    assert four.best is None
+    assert any("does not divide" in note for note in four.notes)
+
+
+def test_batches_that_cannot_be_shared_out() -> None:
+    advice = tpplan.advise(hf(device="meta"), "llama.yaml", 2, 3, 16)
+    assert {c.dp for c in advice.choices} <= {1}

@@ -1,0 +1,57 @@
+"""What a model's code keeps in caches of its own: never anything of a run of ours."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tpplan.observe.caches import no_fakes_kept
+
+
+@functools.lru_cache
+def angles(length: int) -> tuple[torch.Tensor, ...]:
+    return (torch.arange(length),)
+
+
+def run_on_fakes() -> None:
+    with no_fakes_kept(), FakeTensorMode():
+        angles(4)
+
+
+def is_clean() -> bool:
+    return not isinstance(angles(4)[0], FakeTensor)
+
+
+def test_a_fake_is_let_go() -> None:
+    angles.cache_clear()
+    run_on_fakes()
+    assert is_clean()
+
+
+def test_what_the_user_has_computed_stays() -> None:
+    angles.cache_clear()
+    mine = angles(4)
+    run_on_fakes()
+    assert angles(4) is mine
+
+
+def test_a_cache_that_was_cleared_in_between() -> None:
+    angles.cache_clear()
+    run_on_fakes()
+    angles(4)
+    run_on_fakes()  # nothing foreign in it
+    angles.cache_clear()
+    run_on_fakes()  # its counts are those it was clean with
+    assert is_clean()
+
+
+def test_runs_within_runs() -> None:
+    angles.cache_clear()
+    with no_fakes_kept(lambda t: t.dtype == torch.float64):
+        run_on_fakes()
+        with FakeTensorMode():
+            angles(4)
+    assert not is_clean()  # which the outer run did not ask for
+    angles.cache_clear()

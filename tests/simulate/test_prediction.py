@@ -1,0 +1,75 @@
+"""A dry run against a run: every shipped plan, on gloo ranks, collective by collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import tpplan
+from benchmarks import zoo
+from tests.ranks import Ranks
+from tests.shipped import EVERYTHING, class_of, in_turn, listed, plans
+from tests.thorough import turn
+from tpplan.simulate import Collective, Recorder
+from tpplan.simulate.execute import objective
+
+
+def cases() -> list[tuple[str, int, bool]]:
+    """Of every fourth plan one model; with ``TPPLAN_ZOO=all`` every model, all four ways."""
+    one = {plans()[class_of(label)].name: label for label in listed()}
+    return in_turn(listed() if EVERYTHING else list(one.values())[turn(0) :: 4])
+
+
+# in training its code multiplies by the weight of another module, which is a DTensor
+IN_EVALUATION = {"Gemma3nForCausalLM"}
+
+
+def built(label: str) -> Any:
+    """A small model with random weights."""
+    model = zoo.makers()[label]()
+    return model.eval() if class_of(label) in IN_EVALUATION else model
+
+
+def sent(collectives: Iterable[Collective]) -> list[tuple[Any, ...]]:
+    """What is compared of collectives; those of the first forward only are left out."""
+    return [
+        (c.phase, c.kind, c.module, c.shape, c.dtype, c.bytes, c.dimension, c.ranks, c.reason)
+        for c in collectives
+        if c.phase != "startup"
+    ]
+
+
+def step_job(mesh: DeviceMesh, name: str, sp: bool) -> list[tuple[Any, ...]]:
+    """Forward, backward, clipping and a step of AdamW; what this rank sent."""
+    model = built(name)
+    call = zoo.example(model)
+    tpplan.parallelize(
+        model, plans()[class_of(name)], mesh, sequence_parallel=sp, inputs=call, prove=False
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Recorder({mesh.get_group().group_name: "tp"}) as recorder:
+        out = model(**call)
+        with recorder.during("backward"):
+            result = objective(out)
+            assert result is not None
+            result.backward(torch.ones_like(result))
+        with recorder.during("optimizer"):
+            trained = [p for p in model.parameters() if p.grad is not None]
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+    return sent(recorder.collectives)
+
+
+@pytest.mark.parametrize(("name", "tp", "sp"), cases())
+def test_what_is_predicted_is_sent(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
+    model = built(name)
+    plan = plans()[class_of(name)]
+    sp = sp and plan.sequence_parallel
+    report = tpplan.dry_run(model, plan, tp, inputs=zoo.example(model), sequence_parallel=sp)
+    predicted = sent(report.collectives)
+    for measured in ranks.run(tp, step_job, name, sp):
+        assert measured == predicted

@@ -1,0 +1,97 @@
+"""The rooms of the code import in one direction, and the walks through them are those there are."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "tpplan"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+# what each room may import: docs/architecture.md has the picture
+_BOTTOM = "compat layout language"
+_MODEL = f"{_BOTTOM} kernels styles observe planner"
+PERMITTED: Mapping[str, str] = {
+    "version": "",
+    "compat": "",
+    "layout": "",
+    "language": "",
+    "models": "",
+    "kernels": "compat",
+    "comm": "compat layout kernels",
+    "styles": f"{_BOTTOM} kernels comm",
+    "observe": f"{_BOTTOM} kernels styles",
+    "planner": f"{_BOTTOM} kernels styles observe",
+    "rewrite": f"{_MODEL} comm",
+    "simulate": f"{_MODEL} comm rewrite",
+    "cost": f"{_MODEL} simulate",
+    "shipped": "language",
+    "render": f"{_MODEL} simulate cost shipped version",
+    "proof": f"{_MODEL} comm rewrite simulate",
+    "hf": "language styles planner shipped",
+    "api": f"{_MODEL} comm rewrite simulate cost render proof shipped",
+    "cli": "language planner shipped models proof render api",
+    "__main__": "cli",
+    "": "version",  # the package itself: it finds its rooms by their names
+}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imported(name: str) -> set[str]:
+    """The modules of tpplan that one imports at run time, in its functions too."""
+    return set(_imports(ast.parse(MODULES[name].read_text())))
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield from (m for m in [inner if inner in MODULES else node.module] if m in MODULES)
+        yield from _imports(node)
+
+
+def room(module: str) -> str:
+    """The room that a module is in; "" is the package itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def test_no_circle() -> None:
+    graphlib.TopologicalSorter({name: imported(name) for name in MODULES}).prepare()
+    graphlib.TopologicalSorter({name: found.split() for name, found in PERMITTED.items()}).prepare()
+
+
+@pytest.mark.parametrize("name", sorted({room(module) for module in MODULES}))
+def test_directions(name: str) -> None:
+    inside = [module for module in MODULES if room(module) == name]
+    met = {room(other): (module, other) for module in inside for other in imported(module)}
+    met.pop(name, None)
+    assert {r: found for r, found in met.items() if r not in PERMITTED[name].split()} == {}
+
+
+def test_the_paths_of_the_walks() -> None:
+    paths = re.findall(
+        r"`((?:tpplan|tests|benchmarks|plans|docs)/[\w./*-]*)`", ARCHITECTURE.read_text()
+    )
+    assert len(paths) > 20
+    assert [path for path in paths if not any(ROOT.glob(path.rstrip("/")))] == []
+
+
+def test_every_room_is_in_the_picture() -> None:
+    text = ARCHITECTURE.read_text()
+    rooms = {room(module) for module in MODULES if (PACKAGE / room(module)).is_dir()} - {""}
+    assert [name for name in sorted(rooms) if f"`tpplan/{name}/`" not in text] == []

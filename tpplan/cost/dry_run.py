@@ -1,0 +1,166 @@
+"""What a plan does to a model, by executing the rewritten model abstractly."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from tpplan.cost.hardware import DEFAULT, HardwareSource, load_hardware
+from tpplan.cost.run import DryRun
+from tpplan.language import FrozenMap, Plan, PlanError
+from tpplan.observe.shadow import call_for
+from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.planner.match import match
+from tpplan.simulate.execute import Call, Execution, Training, execute
+from tpplan.simulate.folding import (
+    Fold,
+    find_folds,
+    shortened_model,
+    unfolded,
+    unfolded_names,
+)
+from tpplan.simulate.unfold import NotRepeatingError, unfold
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a plan is compiled: what ``parallelize`` takes."""
+
+    plan: Plan
+    tp: int
+    sequence_parallel: bool | None = None
+    kernels: str | Mapping[str, str] | None = None
+    inputs: Any = None
+
+    def compile(self, model: nn.Module) -> CompiledPlan:
+        """The plan, compiled onto ``model``."""
+        return compile_plan(
+            model, self.plan, self.tp, self.sequence_parallel, self.kernels, self.inputs
+        )
+
+
+def with_labels(model: nn.Module, inputs: Any, batch: int, seq: int) -> dict[str, Any]:
+    """A call of ``model`` with its token ids as labels too.
+
+    Raises:
+        ValueError: where its forward takes no labels, or is not called with token ids.
+    """
+    args, kwargs = call_for(model, inputs, batch, seq)
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if "labels" not in inspect.signature(model.forward).parameters or ids is None:
+        raise ValueError(
+            f"{type(model).__name__} takes no labels by that name: give inputs with what its loss "
+            "needs, or leave the loss out"
+        )
+    return {**kwargs, **({} if "input_ids" in kwargs else {"input_ids": ids}), "labels": ids}
+
+
+def dry_run(
+    model: nn.Module,
+    setting: Setting,
+    batch: int,
+    seq: int,
+    training: Training,
+    fold: bool = True,
+    hardware: HardwareSource = DEFAULT,
+) -> DryRun:
+    """What ``setting`` does to ``model``: one training step on its ranks, executed abstractly.
+
+    The model is not changed; it may be on the meta device. Needs no process group, and leaves one
+    that is running alone.
+
+    Args:
+        batch, seq: the shape of the token ids, where the setting has no inputs.
+        fold: whether of equal layers only some are executed.
+        hardware: what it is timed on.
+
+    Raises:
+        PlanError: as ``parallelize`` does, and where there is no such hardware.
+    """
+    timed_on = load_hardware(hardware)
+    call = call_for(model, setting.inputs, batch, seq)
+    folds = find_folds(model, match(setting.plan, model)[0]) if fold else ()
+    found = _folded(model, setting, call, training, folds) if folds else None
+    executed = FrozenMap({f.stack: (f.kept, f.length) for f in folds} if found else None)
+    if found is None:
+        compiled = setting.compile(model)
+        stacks = _stacks(compiled)
+
+        def whole(training: Training) -> Execution:
+            return execute(model, compiled, call, training, stacks)
+
+        found = compiled, whole(training), _other(whole, training)
+    compiled, run, other = found
+    buffers = {id(b): b.numel() * b.element_size() for b in model.buffers()}
+    return DryRun(
+        type(model).__name__,
+        compiled,
+        batch,
+        seq,
+        sum(buffers.values()),
+        training,
+        run,
+        other,
+        executed,
+        timed_on,
+    )
+
+
+def _stacks(compiled: CompiledPlan) -> tuple[str, ...]:
+    """The lists of modules that the elements of the layer stack are in."""
+    elements = (path for path, plan in compiled.modules.items() if plan.element is not None)
+    places = (path.rpartition(".") for path in elements)
+    return tuple(dict.fromkeys(stack for stack, _, name in places if name.isdigit()))
+
+
+def _folded(
+    model: nn.Module,
+    setting: Setting,
+    call: Call,
+    training: Training,
+    folds: tuple[Fold, ...],
+) -> tuple[CompiledPlan, Execution, Execution | None] | None:
+    """As executed on short models; None where those do not tell about the long one."""
+    stacks = tuple(fold.stack for fold in folds)
+    times = {fold: fold.times for fold in folds}
+    try:
+        shortest = shortened_model(model, dict.fromkeys(folds, 0))
+        compiled = setting.compile(shortest)
+        longer = {}
+        for fold in folds:
+            more = shortened_model(model, {f: int(f == fold) for f in folds})
+            longer[fold] = more, setting.compile(more)
+
+        def run(training: Training) -> Execution:
+            short = execute(shortest, compiled, call, training, stacks)
+            runs = {
+                fold: execute(more, plan, call, training, stacks).steps
+                for fold, (more, plan) in longer.items()
+            }
+            held = unfolded_names(short.optimizer, folds, model)
+            return Execution(unfold(short.steps, runs, times), held)
+
+        found = run(training)
+    except (NotRepeatingError, PlanError, IndexError):
+        return None  # the whole model says what is wrong, or does what the short one does not
+    plan = unfolded(compiled, folds, model)
+
+    def either(training: Training) -> Execution:
+        try:
+            return run(training)
+        except NotRepeatingError:  # recomputation may run in another order
+            return execute(model, plan, call, training, stacks)
+
+    return plan, found, _other(either, training)
+
+
+def _other(run: Callable[[Training], Execution], training: Training) -> Execution | None:
+    """The run with activation checkpointing, or without where the first was with it."""
+    try:
+        return run(replace(training, checkpointing=not training.checkpointing))
+    except (PlanError, RuntimeError):
+        return None

@@ -1,0 +1,1 @@
+"""What a model does, found by running it: traces, probes, likeness."""

@@ -1,0 +1,77 @@
+"""Whether an op acts on each position of the stream by itself, found by running it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tpplan.observe.trace import Numbered, Op, Trace
+
+_LARGE = 2**24
+
+
+def acts_on_each(op: Op, trace: Trace, streams: Set[int], rows: Sequence[int], dim: int) -> bool:
+    """Whether one position's result hangs on that position alone, wherever in the sequence it is.
+
+    Args:
+        streams: the tensors that have the rows of the stream, as they are or flattened to tokens.
+        rows: the stream's dimensions up to that of the sequence; dim: that dimension.
+    """
+    tensors = {*op.inputs, *op.outputs}
+    ours = sorted(set(op.inputs).intersection(streams))
+    tokens = math.prod(rows)
+    shapes = {n: trace.shapes[n] for n in tensors}
+    aligned = all(
+        shapes[n][: dim + 1] == tuple(rows) or shapes[n][:1] == (tokens,)
+        for n in (*ours, *op.outputs)
+    )
+    small = sum(math.prod(shape) for shape in shapes.values()) <= _LARGE
+    if op.run is None or not (aligned and small and tensors <= trace.floating):
+        return False
+    try:
+        return _alone(op, {n: shapes[n] for n in op.inputs}, ours, rows, dim)
+    except Exception:  # what cannot be run on random numbers is not known
+        return False
+
+
+def _alone(
+    op: Op,
+    shapes: Mapping[int, tuple[int, ...]],
+    ours: Sequence[int],
+    rows: Sequence[int],
+    dim: int,
+) -> bool:
+    tokens = math.prod(rows)
+    generator = torch.Generator().manual_seed(0)
+
+    def by_token(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(tokens, -1)
+
+    def run(given: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        assert op.run is not None
+        func, values = op.run
+        args, kwargs = tree_map_only(Numbered, lambda n: given[n.number].clone(), values)
+        made = (x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, torch.Tensor))
+        return torch.cat([by_token(x) for x in made], 1)
+
+    def drawn(shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    given = {n: drawn(shape) for n, shape in shapes.items()}
+    order = torch.arange(tokens).view(tuple(rows)).flip(dim).flatten()
+    whole = run(given)
+    turned = {n: by_token(given[n])[order].view(shapes[n]) for n in ours}
+    if not torch.allclose(run({**given, **turned}), whole[order], equal_nan=True):
+        return False
+    for token in (0, tokens // 2, tokens - 1):
+        changed = {n: by_token(given[n]).clone() for n in ours}
+        for x in changed.values():
+            x[token] += drawn(x[token].shape)
+        found = run({**given, **{n: x.view(shapes[n]) for n, x in changed.items()}})
+        others = torch.arange(tokens) != token
+        if not torch.allclose(found[others], whole[others], equal_nan=True):
+            return False
+    return True

@@ -1,0 +1,311 @@
+"""What a module computes, found by running it on random numbers: never by its class.
+
+Norm classes come from everywhere. What matters is whether a module works on each position by
+itself, and whether it is a norm that a fused kernel could serve.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from tpplan.kernels.norm import reference
+from tpplan.observe.forms import NormForm
+from tpplan.observe.likeness import identity, told
+from tpplan.observe.trace import Call, Numbered, Trace, stream_input
+from tpplan.observe.twins import DROPOUT, called, twin_of
+from tpplan.styles import Style
+
+_ROWS = 4
+# a length that no number of ranks divides, and where it is cut
+_LENGTH, _CUTS = 29, (0, 1, 6, 17, 29)
+# to the last digits, of numbers that code may round to float32
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
+_LARGE = 2**25
+_HUGE = 1e3
+
+Run = Callable[[nn.Module, torch.Tensor], Any]
+"""Calls a module as the model did, with another stream."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one module.
+
+    Attributes:
+        mixes: its result at one position depends on other positions, or on which it is.
+        kind: "layer_norm" or "rms_norm" where it computes one, else None.
+        form: how exactly, if a kernel computes the very same; else None.
+        offset, eps: of a norm, as in its form.
+        exact: whether it is that norm to the last digits, gradients included.
+        fails: why it could not be run on random numbers.
+    """
+
+    mixes: bool
+    kind: str | None
+    form: NormForm | None = None
+    offset: bool = False
+    eps: float = 0.0
+    exact: bool = False
+    fails: str | None = None
+
+
+def probe_modules(
+    model: nn.Module,
+    styles: Mapping[str, Style],
+    columns: Set[str],
+    traces: Sequence[Trace],
+    dim: int,
+) -> dict[str, Finding]:
+    """Probe the modules that are not projections; each distinct kind once.
+
+    Modules that take more than the stream, or something other than activations, and very large
+    ones are left out: they are taken at the plan's word.
+
+    Args:
+        traces: in evaluation and in training; dim: the sequence dimension.
+    """
+    trace, drawing = traces
+    drawn = _drawing(drawing, model)
+    known: dict[Hashable, Finding] = {}
+    found = {}
+    for path, style in styles.items():
+        call = next((c for c in trace.calls if c.path == path), None)
+        if not style.probed or path in columns or call is None:
+            continue
+        number = stream_input(trace, call)
+        if number is None or len(call.arguments) != 1:
+            continue
+        module = model.get_submodule(path)
+        if isinstance(module, nn.Embedding):
+            continue  # of positions: what it is given only tells it how many
+        if sum(p.numel() for p in module.parameters()) > _LARGE:
+            continue
+        key = identity(module, path), _given(call, number), trace.shapes[number], path in drawn
+        if key not in known:
+            modes = (False,) if path in drawn else (False, True)
+            known[key] = _probe(module, call, number, trace.shapes[number], dim, modes)
+        found[path] = known[key]
+    return found
+
+
+def _given(call: Call, number: int) -> Hashable:
+    """What a module is called with, besides the stream."""
+    return told(tree_map_only(Numbered, lambda n: n.number == number, call.given))
+
+
+def _drawing(trace: Trace, model: nn.Module) -> set[str]:
+    """The modules inside of which random numbers are drawn, other than by a dropout module."""
+    drawing = {op.call for op in trace.ops if op.random}
+    return {
+        around.path
+        for index in drawing
+        if not isinstance(model.get_submodule(trace.calls[index].path), DROPOUT)
+        for around in trace.ancestors(index)
+    }
+
+
+def _probe(
+    module: nn.Module,
+    call: Call,
+    number: int,
+    shape: tuple[int, ...],
+    dim: int,
+    modes: Sequence[bool],
+) -> Finding:
+    def run(twin: nn.Module, x: torch.Tensor) -> Any:
+        return called(twin, call, {number: x})
+
+    failure = ""
+    for dtype in _TOLERANCES:
+        try:
+            twins = (twin_of(module, dtype).train(mode) for mode in modes)
+            found = Finding(any(_mixes(twin, run, shape, dim, dtype) for twin in twins), None)
+        except Exception as error:  # code that minds its dtype, or the sizes
+            failure = failure or f"{type(error).__name__}: {error}"
+            continue
+        try:
+            return found if found.mixes else _norm(module, run, shape, found, modes, dtype)
+        except Exception:
+            return found
+    # a replicated module of the sharded region may want its heads in a dimension of theirs
+    return Finding(True, None, fails=failure)
+
+
+def _random(dtype: torch.dtype, *size: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(size, generator=generator, dtype=dtype) + 0.5
+
+
+# --- does it mix positions
+
+
+def _mixes(twin: nn.Module, run: Run, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> bool:
+    """Whether rows of the sequence, run by themselves, answer otherwise than among the others."""
+    dim = min(dim, len(shape) - 2)
+    if dim < 0:
+        return False
+    sizes = [min(n, 2) if d == 0 and len(shape) > 2 else n for d, n in enumerate(shape)]
+    sizes[dim] = _LENGTH
+    x = _random(dtype, *sizes).requires_grad_()
+    with torch.enable_grad():
+        whole = run(twin, x)
+        if not isinstance(whole, torch.Tensor):
+            return False
+        if whole.dim() <= dim or whole.size(dim) != _LENGTH:
+            return True
+        cotangent = _random(whole.dtype, *whole.shape)
+        pieces = [slice(a, b) for a, b in itertools.pairwise(_CUTS)]
+        at = (slice(None),) * dim
+        parts = [run(twin, x[*at, piece]) for piece in pieces]
+        if any(p.shape != whole[*at, s].shape for p, s in zip(parts, pieces, strict=True)):
+            return True
+        if not _equal(whole, torch.cat(parts, dim)):
+            return True
+        if not whole.requires_grad:
+            return False
+        leaves = [x, *(p for p in twin.parameters() if p.requires_grad)]
+        one, other = (
+            torch.autograd.grad(out, leaves, cotangent, allow_unused=True)
+            for out in (whole, torch.cat(parts, dim))
+        )
+    return not all(a is b or _equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# --- is it a norm
+
+
+def _norm(
+    module: nn.Module,
+    run: Run,
+    shape: tuple[int, ...],
+    found: Finding,
+    modes: Sequence[bool],
+    dtype: torch.dtype,
+) -> Finding:
+    """What was found, and which norm the module is, if any."""
+    sizes = (1,) * (len(shape) - 2) + (_ROWS, shape[-1])
+    x = _random(dtype, *sizes[-len(shape) :])
+    twin = twin_of(module, dtype).eval()
+    with torch.no_grad():
+        # numbers so large that an eps does not show
+        kind, offset = _kind(twin, _HUGE * x, run(twin, _HUGE * x))
+        if kind is None:
+            return found
+        eps = _eps(twin, run, x, kind, offset)
+    exact = all(_exactly(twin.train(mode), run, x, kind, offset, eps) for mode in modes)
+    with torch.no_grad():
+        form = _form(twin_of(module, torch.float32).eval(), run, x.float(), kind, offset, eps)
+    return replace(
+        found, kind=kind, form=form if exact else None, offset=offset, eps=eps, exact=exact
+    )
+
+
+def _kind(module: nn.Module, x: torch.Tensor, result: torch.Tensor) -> tuple[str | None, bool]:
+    """Which norm ``module`` is: of its parameters, the first scales and a second one shifts."""
+    vectors = [p for p in module.parameters() if p.shape == x.shape[-1:]]
+    if not isinstance(result, torch.Tensor) or not 1 <= len(vectors) <= 2:
+        return None, False
+    scale, shift = vectors[0], vectors[1] if len(vectors) == 2 else 0.0
+    for kind in ("layer_norm", "rms_norm"):
+        # some models keep the scale as an offset from one
+        for offset, factor in ((False, scale), (True, 1 + scale)):
+            if _equal(result, _unit(x, kind, 0.0) * factor + shift, 1e-3):
+                return kind, offset
+    return None, False
+
+
+def _unit(x: torch.Tensor, kind: str, eps: float) -> torch.Tensor:
+    top = x - x.mean(-1, keepdim=True) if kind == "layer_norm" else x
+    return top * (top.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _eps(module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool) -> float:
+    """What the norm adds to the mean of squares, from its answer to very small numbers.
+
+    The module states it under one of many names: its attribute that is nearest is taken.
+    """
+    weight, *shift = (p for p in module.parameters() if p.shape == x.shape[-1:])
+    small = x * 1e-3
+    result = run(module, small) - (shift[0] if shift else 0.0)
+    if kind == "layer_norm":
+        small = small - small.mean(-1, keepdim=True)
+    root = (small * (1 + weight if offset else weight)).abs().sum(-1) / result.abs().sum(-1)
+    solved = float((root.square() - small.square().mean(-1)).mean())
+    stated = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1]
+    return min(stated, key=lambda v: abs(v - solved), default=max(float(f"{solved:.5g}"), 0.0))
+
+
+def _exactly(
+    module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool, eps: float
+) -> bool:
+    """Whether the module is the norm of that formula, gradients included."""
+    vectors = [p for p in module.parameters() if p.shape == x.shape[-1:]]
+    if len(vectors) != len(list(module.parameters())):
+        return False
+    scale, shift = vectors[0], vectors[1] if len(vectors) == 2 else 0.0
+    cotangent = _random(x.dtype, *x.shape).flip(-1)
+    for given in (x, x - 1, x * 1e-3):
+        with torch.enable_grad():
+            leaf = given.clone().requires_grad_()
+            factor = 1 + scale if offset else scale
+            both = run(module, leaf), _unit(leaf, kind, eps) * factor + shift
+            results = [
+                (y, *torch.autograd.grad(y, [leaf, *vectors], cotangent, allow_unused=True))
+                for y in both
+            ]
+        if not all(_equal(a, b) for a, b in zip(*results, strict=True)):
+            return False
+    return True
+
+
+def _form(
+    module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool, eps: float
+) -> NormForm | None:
+    """The form in which the kernel's formula answers as ``module`` does, also in bfloat16."""
+    own = {name: p for name, p in module.named_parameters() if p.shape == x.shape[-1:]}
+    if any("." in name for name in own) or len(own) != len(list(module.parameters())):
+        return None
+    names = (*own, None)[:2]
+    wide, narrow = module, copy.deepcopy(module).to(torch.bfloat16)
+    for early in (False, True):
+        form = NormForm(kind == "layer_norm", eps, float(offset), early, names[0], names[1])
+        if all(
+            _same(computed(twin, form, given), run(twin, given), tolerance)
+            for twin, given, tolerance in (
+                (wide, x - 1, 1e-5),
+                (wide, x * 1e-3, 1e-5),
+                (narrow, x.bfloat16(), 0.0),
+            )
+        ):
+            return form
+    return None
+
+
+def computed(module: nn.Module, form: NormForm, x: torch.Tensor) -> torch.Tensor:
+    """What the kernel of ``form`` makes of ``x`` with the parameters of ``module``."""
+    weight, bias = (None if n is None else module.get_parameter(n) for n in form.names)
+    return reference(x, weight, bias, form.eps, form.centred, form.offset, form.early)[0]
+
+
+def _same(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    """Whether two results agree; in 16 bits nearly all numbers have to be the same."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if tolerance:
+        return bool((a - b).abs().max() <= tolerance * b.abs().max())
+    return bool((a == b).float().mean() >= 0.97)
+
+
+def _equal(a: Any, b: Any, tolerance: float | None = None) -> bool:
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    tolerance = tolerance or _TOLERANCES.get(b.dtype, 0.0)
+    return bool((a - b).abs().max() <= tolerance * b.abs().max())

@@ -1,0 +1,246 @@
+"""One abstract forward pass, recorded: which module got which tensor, and which op used it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from tpplan.compat import FakeTensorMode, quiet, unfused, written_by
+from tpplan.observe.places import Argument, Place, tensors_in
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Stands for a tensor in a call that was recorded."""
+
+    number: int
+
+
+@dataclass
+class Call:
+    """One call of a module: its place among the calls, what it got and what it gave.
+
+    Tensors are numbered in the order they were first seen; two mentions of one number are one
+    tensor object, which a module may have been given under several names. ``parent`` is the index
+    of the enclosing call, ``given`` everything it was called with, tensors as ``Numbered``,
+    ``places`` where each of ``outputs`` is in what the module gave.
+    """
+
+    index: int
+    path: str
+    parent: int | None
+    arguments: Mapping[int, tuple[Argument, ...]]
+    outputs: tuple[int, ...] = ()
+    places: tuple[Place | None, ...] = ()
+    first_op: int = 0
+    last_op: int = 0
+    given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def output_at(self, place: Place) -> int | None:
+        """The tensor that the module gave there."""
+        return next((n for n, p in zip(self.outputs, self.places, strict=True) if p == place), None)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One ATen op: the tensors it read and made, and the innermost module call around it.
+
+    ``scaled``: whether it multiplies what it adds by a number of its own; ``run``: what it is and
+    what it was given, tensors as ``Numbered``, unless it acts on each number by itself;
+    ``written``: the tensors among ``inputs`` that it writes to.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    call: int
+    random: bool
+    pointwise: bool
+    scaled: bool = False
+    run: tuple[Any, Any] | None = None
+    written: tuple[int, ...] = ()
+
+
+@dataclass
+class Trace:
+    """Calls and ops of one forward pass, in order."""
+
+    calls: list[Call] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    floating: set[int] = field(default_factory=set)
+    parameters: dict[int, str] = field(default_factory=dict)
+    buffers: set[int] = field(default_factory=set)
+
+    def ancestors(self, call: int | None) -> Iterable[Call]:
+        """The calls around ``call``, the innermost (itself) first."""
+        while call is not None:
+            yield self.calls[call]
+            call = self.calls[call].parent
+
+
+def stream_input(trace: Trace, call: Call) -> int | None:
+    """The first floating tensor a module was given."""
+    return next((number for number in call.arguments if number in trace.floating), None)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.stack: list[int] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def number(self, tensor: torch.Tensor) -> int:
+        known = self._numbers.get(id(tensor))
+        if known is not None:
+            return known
+        number = len(self._alive)
+        self._numbers[id(tensor)] = number
+        self._alive.append(tensor)
+        self.trace.shapes[number] = tuple(int(n) for n in tensor.shape)
+        if tensor.is_floating_point():
+            self.trace.floating.add(number)
+        return number
+
+    def numbers(self, values: Any) -> tuple[int, ...]:
+        leaves = tree_flatten(values)[0]
+        return tuple(self.number(t) for t in leaves if isinstance(t, torch.Tensor))
+
+    def numbered(self, values: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda t: Numbered(self.number(t)), values)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = self.numbers(out)
+        written = self.numbers(written_by(func, args, kwargs or {}))
+        if self.stack and (made or written):
+            pointwise = torch.Tag.pointwise in func.tags
+            op = Op(
+                str(func),
+                self.numbers((args, kwargs)),
+                made,
+                self.stack[-1],
+                _draws(func, args, kwargs or {}),
+                pointwise,
+                (kwargs or {}).get("alpha", 1) != 1,
+                None if pointwise else (func, self.numbered((args, kwargs or {}))),
+                written,
+            )
+            self.trace.ops.append(op)
+        return out
+
+
+def _draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    # attention ops carry the tag for a dropout that is mostly zero
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given)
+    return True
+
+
+def record(
+    shadow: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Trace:
+    """Run ``shadow`` once on fake tensors, in the mode (train or eval) it is in, and record it.
+
+    Whatever the model's forward raises on these inputs is raised.
+    """
+    recorder = _Recorder()
+    for name, parameter in shadow.named_parameters(remove_duplicate=False):
+        recorder.trace.parameters.setdefault(recorder.number(parameter), name)
+    recorder.trace.buffers.update(recorder.number(buffer) for buffer in shadow.buffers())
+    handles = []
+    for path, module in shadow.named_modules():
+        before, after = _hooks(recorder, path, module)
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(after))
+    try:
+        with mode, torch.no_grad(), quiet(), unfused(), recorder:
+            fake_args, fake_kwargs = fake_inputs(mode, (args, dict(kwargs)))
+            shadow(*fake_args, **fake_kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recorder.trace
+
+
+def fake_inputs(
+    mode: FakeTensorMode, values: Any, keep_ids: bool = False, device: str = "cpu"
+) -> Any:
+    """``values`` with every tensor in it fake, on ``device``.
+
+    Args:
+        keep_ids: whether those that are not floating stay real, as copies on the CPU.
+    """
+    leaves, spec = tree_flatten(values)
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        local = value.detach().cpu()
+        real = keep_ids and not (value.is_floating_point() or value.is_complex())
+        return local.clone() if real else mode.from_tensor(local).to(device)
+
+    return torch.utils._pytree.tree_unflatten([fake(leaf) for leaf in leaves], spec)
+
+
+def _hooks(
+    recorder: _Recorder, path: str, module: nn.Module
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    signature = inspect.signature(module.forward)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trace = recorder.trace
+        arguments: dict[int, tuple[Argument, ...]] = {}
+        for argument, tensor in _tensors(signature, args, kwargs):
+            number = recorder.number(tensor)
+            arguments[number] = (*arguments.get(number, ()), argument)
+        call = Call(
+            index=len(trace.calls),
+            path=path,
+            parent=recorder.stack[-1] if recorder.stack else None,
+            arguments=arguments,
+            first_op=len(trace.ops),
+            given=recorder.numbered((args, kwargs)),
+        )
+        trace.calls.append(call)
+        recorder.stack.append(call.index)
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        trace = recorder.trace
+        call = trace.calls[recorder.stack.pop()]
+        found = list(tensors_in(output))
+        call.places = tuple(place for place, _ in found)
+        call.outputs = tuple(recorder.number(tensor) for _, tensor in found)
+        call.last_op = len(trace.ops)
+
+    return before, after
+
+
+def _tensors(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterable[tuple[Argument, torch.Tensor]]:
+    """The tensors among a call's arguments, named as the forward names them."""
+    names = [
+        p.name
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    for index, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            yield Argument(names[index] if index < len(names) else "", index), value
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            yield Argument(name, names.index(name) if name in names else None), value

@@ -1,0 +1,99 @@
+"""Copies of modules on random numbers, to be run for what they compute."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from tpplan.observe.trace import Call, Numbered
+
+DROPOUT = nn.modules.dropout._DropoutNd
+Shapes = Callable[[nn.Parameter], tuple[int, ...]]
+
+
+@contextlib.contextmanager
+def same_randomness() -> Iterator[None]:
+    """Give the process its random state back: what a model's code draws here is for nobody."""
+    numpy = sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state()
+    own = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(own)
+        if numpy is not None:
+            numpy.random.set_state(drawn)
+
+
+def twin_of(
+    module: nn.Module,
+    dtype: torch.dtype = torch.float64,
+    shape_of: Shapes = lambda parameter: tuple(parameter.shape),
+) -> nn.Module:
+    """A copy of ``module`` on the CPU, with random parameters, its own buffers, and no hooks.
+
+    What it drops out in training is nothing. Args:
+        shape_of: the shape a parameter has in the copy.
+    """
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        shape = shape_of(parameter)
+        if parameter.is_floating_point():
+            numbers = torch.rand(shape, generator=generator, dtype=dtype) + 0.5
+            memo[id(parameter)] = nn.Parameter(numbers)
+        else:
+            whole = torch.zeros(shape, dtype=parameter.dtype)
+            memo[id(parameter)] = nn.Parameter(whole, requires_grad=False)
+    for inner in module.modules():
+        for table in (inner._buffers, vars(inner)):
+            for value in table.values():
+                if isinstance(value, torch.Tensor) and id(value) not in memo:
+                    memo[id(value)] = buffer_like(value, generator, dtype)
+    twin = copy.deepcopy(module, memo)
+    without_hooks(twin)
+    for inner in twin.modules():
+        if isinstance(inner, DROPOUT):
+            inner.p = 0.0
+    return twin
+
+
+def without_hooks(model: nn.Module) -> None:
+    """Take the hooks off a copy: they are for the user's runs, and may keep what they see."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.clear()
+
+
+def buffer_like(
+    value: torch.Tensor, generator: torch.Generator, dtype: torch.dtype
+) -> torch.Tensor:
+    """A copy of a buffer on the CPU; where it has no numbers, some that a model could have."""
+    if not value.is_meta:
+        copied = value.detach().cpu().clone()
+        return copied.to(dtype) if copied.is_floating_point() else copied
+    if value.is_floating_point():
+        return torch.rand(value.shape, generator=generator, dtype=dtype)
+    if value.dtype == torch.bool:
+        return torch.ones(value.shape, dtype=torch.bool)
+    last = value.shape[-1] if value.dim() else 1
+    return torch.arange(last, dtype=value.dtype).expand(value.shape).clone()
+
+
+def called(module: nn.Module, call: Call, tensors: Mapping[int, torch.Tensor]) -> Any:
+    """What ``module`` answers to a recorded call, with other tensors in it.
+
+    Raises:
+        KeyError: where the call has a tensor that is not among ``tensors``.
+    """
+    args, kwargs = tree_map_only(Numbered, lambda n: tensors[n.number], call.given)
+    return module(*args, **kwargs)

@@ -1,0 +1,6 @@
+"""What was found, as text, as a page and as plain data."""
+
+from tpplan.render.explain import explain
+from tpplan.render.report import Advice, Report
+
+__all__ = ["Advice", "Report", "explain"]

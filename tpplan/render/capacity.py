@@ -1,0 +1,293 @@
+"""The sections of the page that compare runs: memory of a rank, and scaling over tp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from tpplan.cost.memory import Memory
+from tpplan.cost.run import DryRun
+from tpplan.render import charts
+from tpplan.render.markup import (
+    Certainty,
+    Column,
+    Html,
+    badge,
+    details,
+    section,
+    share,
+    table,
+    tag,
+)
+from tpplan.render.units import duration, size
+
+
+def mode(report: DryRun) -> str:
+    """TP or TP+SP."""
+    return "TP+SP" if report.compiled.sequence_parallel else "TP"
+
+
+# --- memory
+
+_WHOLE = "no parallelism"
+# how many times as long the longest bar must be for the others to be drawn once more
+_ENLARGED = 3
+_PARTS = {
+    "parameters": "parameters and buffers",
+    "gradients": "gradients there at that time",
+    "states": "optimizer state and float32 copies",
+    "activations": "activations and temporaries",
+    "step": "more during the optimizer's step",
+}
+
+
+def memory(report: DryRun, others: Sequence[DryRun]) -> Html:
+    """Bars of what a rank holds, with and without parallelism and checkpointing."""
+    held = dict(_variants(report, others))
+    limit = report.hardware.memory
+    longest = max(m.peak_per_rank for m in held.values())
+    shown = limit if limit <= _ENLARGED * longest else None
+    lead = tag(
+        "p",
+        "The most that a rank holds, at the peak of forward and backward, and what the optimizer's "
+        "step needs beyond that. Parameters, gradients and optimizer state are ",
+        badge("exact"),
+        ", activations and temporaries ",
+        badge("tracked"),
+        ".",
+    )
+    memory_of_gpu = f"a GPU's memory: {size(limit)} ({report.hardware.name})"
+    if shown is None:
+        memory_of_gpu += ", far beyond what is drawn"
+    key = charts.legend({**_PARTS, "limit": memory_of_gpu})
+    parts = [lead, key, _bars("memory-bars", "Peak memory of a rank", held, shown)]
+    sharded = {name: m for name, m in held.items() if not name.startswith(_WHOLE)}
+    largest = max((m.peak_per_rank for m in sharded.values()), default=0)
+    if sharded and max(longest, shown or 0) > _ENLARGED * largest:
+        nearby = shown if shown is not None and shown <= _ENLARGED * largest else None
+        parts.append(tag("h3", "The sharded ones at a larger scale"))
+        parts.append(_bars("memory-sharded", "Peak memory of a rank, enlarged", sharded, nearby))
+    parts.append(_memory_table(held, limit))
+    return section("memory", "Memory of a rank", *parts)
+
+
+def _bars(name: str, title: str, held: Mapping[str, Memory], limit: float | None) -> Html:
+    stacks = [
+        charts.Stack(
+            variant,
+            size(found.peak_per_rank),
+            tuple((class_, _PARTS[class_], value) for class_, value in _parts(found).items()),
+        )
+        for variant, found in held.items()
+    ]
+    described = "; ".join(f"{stack.name}: {stack.total}" for stack in stacks)
+    return charts.stacked_bars(name, title, described, stacks, limit, size, _round_size)
+
+
+def _round_size(count: float) -> str:
+    """A power of two of bytes, short."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:g} {unit}"
+        count /= 1024
+    return f"{count:g} TiB"
+
+
+def _variants(report: DryRun, others: Sequence[DryRun]) -> Iterator[tuple[str, Memory]]:
+    tp = report.compiled.tp
+    chosen = {_variant(r): r for r in (report, *others) if r.compiled.tp in (1, tp)}
+    order = sorted(chosen, key=lambda key: (key != _WHOLE, len(key)))
+    for name in order:
+        found = chosen[name]
+        for checkpointed, held in _both(found):
+            yield name + (", checkpointing" if checkpointed else ""), held
+
+
+def _both(report: DryRun) -> Iterator[tuple[bool, Memory]]:
+    """Its memory without activation checkpointing and with it, as far as either is known."""
+    run = report.training.checkpointing
+    known = {run: report.memory, not run: report.other_memory}
+    for checkpointing in (False, True):
+        if (held := known[checkpointing]) is not None:
+            yield checkpointing, held
+
+
+def _variant(report: DryRun) -> str:
+    tp = report.compiled.tp
+    return _WHOLE if tp == 1 else f"{mode(report)}, tp {tp}"
+
+
+def _parts(held: Memory) -> dict[str, int]:
+    """The largest peak of forward and backward, by what it consists of, and what comes on top."""
+    peaks = [held.peaks[p] for p in ("forward", "backward") if p in held.peaks]
+    top = max(peaks, key=lambda peak: peak.bytes, default=None)
+    most, activations = (held.states_per_rank, 0) if top is None else (top.bytes, top.activations)
+    kept = held.parameters_per_rank + held.buffers_per_rank
+    return {
+        "parameters": kept,
+        "gradients": most - activations - kept - held.optimizer_per_rank,
+        "states": held.optimizer_per_rank,
+        "activations": activations,
+        "step": held.peak_per_rank - most,
+    }
+
+
+def _memory_table(held: Mapping[str, Memory], limit: float) -> Html:
+    columns = (
+        Column("of a rank"),
+        Column("parameters", numeric=True, certainty="exact"),
+        Column("gradients, all", numeric=True, certainty="exact"),
+        Column("optimizer", numeric=True, certainty="exact"),
+        Column("activations, forward", numeric=True, certainty="tracked"),
+        Column("activations, backward", numeric=True, certainty="tracked"),
+        Column("optimizer's step", numeric=True, certainty="tracked"),
+        Column("peak", numeric=True, certainty="tracked"),
+        Column("of the GPU's", numeric=True),
+    )
+    rows = []
+    for name, found in held.items():
+        peaks = found.peaks
+        rows.append(
+            (
+                name,
+                size(found.parameters_per_rank + found.buffers_per_rank),
+                size(found.gradients_per_rank),
+                size(found.optimizer_per_rank),
+                *(
+                    size(peaks[p].activations) if p in peaks else ""
+                    for p in ("forward", "backward")
+                ),
+                size(peaks["optimizer"].bytes) if "optimizer" in peaks else "",
+                size(found.peak_per_rank),
+                share(found.peak_per_rank, limit),
+            )
+        )
+    return details("Memory as a table", table("Memory of a rank", columns, rows, stacked=True))
+
+
+# --- scaling
+
+
+def scaling(report: DryRun, others: Sequence[DryRun]) -> Html:
+    """How time, memory and communication change with tp."""
+    runs = {r.compiled.tp: r for r in others if mode(r) == mode(report) or r.compiled.tp == 1}
+    runs[report.compiled.tp] = report
+    content = [tag("p", "Only one tp was run: there is nothing to compare.")]
+    if len(runs) > 1:
+        content = _curves(report, [runs[tp] for tp in sorted(runs)])
+    if report.refused:
+        reasons = (tag("li", tag("b", what), f": {why}") for what, why in report.refused.items())
+        content += [tag("p", "What the plan cannot be compiled for:"), tag("ul", *reasons)]
+    return section("scaling", "Scaling over tp", *content)
+
+
+def _curves(report: DryRun, runs: Sequence[DryRun]) -> list[Html]:
+    limit = report.hardware.memory
+    peaks = []
+    for class_, name, wanted in (
+        ("first", "without activation checkpointing", False),
+        ("second", "with activation checkpointing", True),
+    ):
+        found = [(r.compiled.tp, m) for r in runs for c, m in _both(r) if c == wanted]
+        if found:
+            points = tuple((float(tp), float(m.peak_per_rank)) for tp, m in found)
+            peaks.append(charts.Line(class_, name, points))
+    lead = tag(
+        "p",
+        f"Batch {report.batch}, sequence {report.seq}, {mode(report)}, on {report.hardware.name} "
+        f"with {report.hardware.node} GPUs in a node. Time and memory have logarithmic scales, on "
+        "which halving with each doubling of tp is a straight line.",
+    )
+    bound = ("a GPU's memory", limit)
+    times = _times(runs)
+    fastest = min(seconds for _, seconds in times.points)
+    unit = next((u for u in (1.0, 1e-3) if fastest >= u), 1e-6)
+    made = [
+        _figure(report, "Step time", "modelled", [times], duration, duration, unit),
+        _figure(report, "Peak memory", "tracked", peaks, size, _round_size, 1.0, bound),
+        _figure(report, "Communication", "modelled", _shares(runs), _percent, _percent, None),
+    ]
+    return [lead, tag("div", *made, class_="charts"), _scaling_table(runs, limit)]
+
+
+def _times(runs: Sequence[DryRun]) -> charts.Line:
+    points = tuple((float(r.compiled.tp), r.time.total.seconds) for r in runs)
+    return charts.Line("first", "time of a step", points)
+
+
+def _shares(runs: Sequence[DryRun]) -> list[charts.Line]:
+    every, exposed = [], []
+    for run in runs:
+        total = run.time.total
+        whole = total.seconds or 1.0
+        tp = float(run.compiled.tp)
+        every.append((tp, total.communication / whole))
+        exposed.append((tp, (total.communication - total.overlappable) / whole))
+    return [
+        charts.Line("first", "share of the step's time", tuple(every)),
+        charts.Line("second", "of that, what could not run beside matmuls", tuple(exposed)),
+    ]
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.3g} %"
+
+
+def _figure(
+    report: DryRun,
+    title: str,
+    certainty: Certainty,
+    lines: Sequence[charts.Line],
+    shown: Callable[[float], str],
+    axis: Callable[[float], str],
+    base: float | None,
+    limit: tuple[str, float] | None = None,
+) -> Html:
+    described = "; ".join(
+        f"{line.name}: " + ", ".join(f"tp {x:g} {shown(y)}" for x, y in line.points)
+        for line in lines
+    )
+    chart = charts.line_chart(
+        f"scaling-{title.lower().replace(' ', '-')}",
+        f"{title} over tp",
+        described,
+        lines,
+        shown,
+        axis,
+        base,
+        float(report.compiled.tp),
+        limit,
+    )
+    meanings = {line.class_: line.name for line in lines}
+    key = charts.legend(meanings | ({"limit": limit[0]} if limit else {}))
+    return tag("div", tag("h3", title, " ", badge(certainty)), chart, key, class_="chart")
+
+
+def _scaling_table(runs: Sequence[DryRun], limit: float) -> Html:
+    columns = (
+        Column("tp"),
+        Column("step time", numeric=True, certainty="modelled"),
+        Column("communication", numeric=True, certainty="modelled"),
+        Column("share", numeric=True, certainty="modelled"),
+        Column("sent per rank", numeric=True, certainty="exact"),
+        Column("parameters of a rank", numeric=True, certainty="exact"),
+        Column("peak memory", numeric=True, certainty="tracked"),
+        Column("with checkpointing", numeric=True, certainty="tracked"),
+        Column("fits", certainty="tracked"),
+    )
+    rows = []
+    for run in runs:
+        held = dict(_both(run))
+        fits = [m.peak_per_rank <= limit for m in held.values()]
+        rows.append(
+            (
+                run.compiled.tp,
+                duration(run.time.total.seconds),
+                duration(run.time.total.communication),
+                share(run.time.total.communication, run.time.total.seconds),
+                size(sum(c.bytes for c in run.collectives)),
+                size(run.memory.parameters_per_rank),
+                *(size(held[c].peak_per_rank) if c in held else "not run" for c in (False, True)),
+                "yes" if all(fits) else "with checkpointing" if any(fits) else "no",
+            )
+        )
+    return details("Scaling as a table", table("Scaling over tp", columns, rows, stacked=True))

@@ -1,0 +1,126 @@
+"""Why a module is treated as it is: the answer of ``tpplan explain``."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from tpplan.layout import Rows
+from tpplan.observe.forms import UnbiasedForm
+from tpplan.planner import CompiledPlan, Draws, ModulePlan, ParameterPlan
+
+
+def explain(model: nn.Module, compiled: CompiledPlan, path: str) -> str:
+    """What the plan makes of the module or parameter at ``path``, and what was inferred.
+
+    Raises:
+        KeyError: where the model has neither.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if path in parameters and path not in modules:
+        return "\n".join([path, f"  {_parameter(compiled.parameter(path))}"])
+    if path not in modules:
+        raise KeyError(path)
+    plan = compiled.modules.get(path)
+    lines = [f"{path or '(model)'}: {type(modules[path]).__name__}"]
+    lines += [f"  {line}" for line in _module(compiled, plan, path)]
+    return "\n".join(lines)
+
+
+def _module(compiled: CompiledPlan, plan: ModulePlan | None, path: str) -> list[str]:
+    served = _served_by(compiled, path)
+    if plan is None:
+        return ["no rule, and no parameters of its own: left as it is", *served]
+    lines = [_rule(plan)]
+    for leaf in plan.parameters:
+        lines.append(_parameter(compiled.parameter(f"{path}.{leaf}" if path else leaf)))
+    return [*lines, *inferences(compiled, plan), *served]
+
+
+def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
+    """What was found out about a module beyond its rule and its parameters, a line each."""
+    lines = []
+    for boundary in plan.boundaries:
+        enters = "all-gathered along the sequence" if compiled.sequence_parallel else "copied in"
+        leaves = "reduce-scattered" if compiled.sequence_parallel else "all-reduced"
+        consumers = ", ".join(boundary.consumers)
+        names = ", ".join(argument.name for argument in boundary.arguments)
+        lines.append(
+            f"inferred: '{names}' enters the sharded region here, for "
+            f"{consumers}: {enters}, its gradient {leaves}"
+        )
+        if len(boundary.shared) > 1:
+            lines.append(f"inferred: one collective serves {', '.join(boundary.shared)}")
+    if plan.transposed:
+        lines.append("inferred: its weight is stored (in, out)")
+    if len(plan.together) > 1:
+        lines.append(f"inferred: one reduction serves {', '.join(plan.together)}")
+    if plan.norm is not None:
+        lines.append("inferred: an RMSNorm over the sharded width; its squares are summed")
+    for argument, dim in plan.head_inputs:
+        lines.append(f"each rank takes its heads of '{argument.name}', along dimension {dim}")
+    if plan.element is not None:
+        lines.append(
+            f"inferred: an element of the layer stack; '{plan.element.argument.name}' carries the "
+            "stream"
+        )
+    if plan.container:
+        lines.append("the stream passes through it in its global form")
+    for name, (present, local) in plan.attributes.items():
+        lines.append(f"{name}: {present}, on each rank {local}")
+    if plan.draws is not None:
+        lines.append(_draws(plan.draws, compiled.sequence_parallel))
+    if plan.kernel is not None:
+        kernel = plan.kernel
+        lines.append(f"computes {kernel.kind} {kernel.reason}")
+        if isinstance(kernel.form, UnbiasedForm):
+            lines.append(f"leaves its bias to the kernel of {kernel.form.activation}")
+    return lines
+
+
+def _draws(kind: Draws, sequence_parallel: bool) -> str:
+    if kind == "mixed":
+        return "dropout for sharded and for whole tensors at once: refused in training with p > 0"
+    own = kind == "region" or (kind == "stream" and sequence_parallel)
+    masks = "each rank draws its own mask" if own else "all ranks draw the same mask"
+    what = {
+        "region": "of this rank's part of a sharded region",
+        "stream": "of the residual stream",
+        "whole": "of whole tensors",
+    }[kind]
+    return f"dropout in training, {what}: {masks}"
+
+
+def _rule(plan: ModulePlan) -> str:
+    if plan.rule is None:
+        return "no rule"
+    at = plan.rule.position
+    return f"{plan.style}, by '{plan.rule.pattern.text}' ({at.file}:{at.line})"
+
+
+def _parameter(entry: ParameterPlan) -> str:
+    share = 100 * math.prod(entry.local_shape) / max(math.prod(entry.shape), 1)
+    text = (
+        f"{entry.name} {entry.shape}: {entry.placed}, {entry.local_shape} on the first rank "
+        f"({share:.0f} %)"
+    )
+    if isinstance(entry.placement, Rows):
+        held = ", ".join(f"{start}:{stop}" for start, stop in entry.placement.pieces[0])
+        text += f"; the first rank holds {held} along dimension {entry.placement.dim}"
+    if entry.summed:
+        text += "; its gradient is summed over the ranks"
+    if entry.rule is None:
+        text += "; no rule mentions it, it is small and left replicated"
+    if entry.aliases:
+        text += f"; tied to {', '.join(entry.aliases)}"
+    return text
+
+
+def _served_by(compiled: CompiledPlan, path: str) -> list[str]:
+    for other in compiled.modules.values():
+        served = (boundary.consumers for boundary in other.boundaries)
+        if other.path != path and any(path in consumers for consumers in served):
+            return [f"inferred: its input enters the sharded region at {other.path}"]
+    return []

@@ -1,0 +1,185 @@
+"""The sections of the page that show one run: its collectives, and one layer in time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from tpplan.cost.run import DryRun
+from tpplan.cost.timing import Span
+from tpplan.planner.match import folded
+from tpplan.render import charts
+from tpplan.render.markup import (
+    Column,
+    Html,
+    badge,
+    details,
+    scrolling,
+    section,
+    table,
+    tag,
+    times,
+)
+from tpplan.render.paths import folded_text
+from tpplan.render.units import duration, size
+from tpplan.simulate.steps import PHASES, Collective, Element
+
+# --- collectives
+
+
+def collectives(report: DryRun) -> Html:
+    """Every collective of a step, those of equal layers in one row."""
+    if not report.collectives:
+        return section("collectives", "Collectives", tag("p", "None: there is one rank."))
+    lead = tag(
+        "p",
+        "What the first rank issues in one training step, equal layers in one row. Bytes are what "
+        "it sends with ring algorithms: 2(N−1)/N of the tensor for an all-reduce, (N−1)/N for the "
+        "others. ",
+        badge("exact"),
+    )
+    found = dict.fromkeys((*PHASES, *(c.phase for c in report.collectives)))
+    tables = [_phase(report, phase) for phase in found]
+    return section("collectives", "Collectives", lead, *tables)
+
+
+def _phase(report: DryRun, phase: str) -> Html:
+    groups = Counter(_folded(c) for c in report.collectives if c.phase == phase)
+    title = phase.replace("_", " ")
+    if not groups:
+        return tag("p", tag("b", title), ": none", class_="quiet")
+    columns = (
+        Column("module", code=True),
+        Column("collective"),
+        Column("count", numeric=True),
+        Column("shape"),
+        Column("each", numeric=True),
+        Column("total", numeric=True),
+        Column("for"),
+        Column("rule", code=True),
+    )
+    rows = [
+        (
+            c.module or "(model)",
+            c.kind.replace("_", "-"),
+            count,
+            f"{times(c.shape)} {c.dtype}",
+            size(c.bytes),
+            size(count * c.bytes),
+            c.reason,
+            c.rule or "",
+        )
+        for c, count in groups.items()
+    ]
+    total = sum(count * c.bytes for c, count in groups.items())
+    footer = ("sum", "", groups.total(), "", "", size(total), "", "")
+    return table(title, columns, rows, footer, stacked=True, class_="sites")
+
+
+def _folded(c: Collective) -> Collective:
+    return dataclasses.replace(c, module=folded(c.module), reason=folded_text(c.reason))
+
+
+# --- timeline
+
+
+def timeline(report: DryRun) -> Html:
+    """The typical element of the largest stack, forward and backward."""
+    title, layers = "Timeline of one layer", report.time.layers
+    if not layers:
+        return section("timeline", title, tag("p", "The model has no stack of layers."))
+    stack = max(layers, key=lambda name: layers[name].count)
+    element = Element(stack, layers[stack].index)
+    spans = {
+        phase: [s for s in report.timeline if s.element == element and s.phase == phase]
+        for phase in ("forward", "backward")
+    }
+    longest = max(map(_length, spans.values()))
+    lead = tag(
+        "p",
+        "What one rank does in ",
+        tag("code", f"{stack}.{element.index}"),
+        f", the element of median time among {layers[stack].count}, on {report.hardware.name}. "
+        "Forward and backward are drawn to the same scale. Nothing overlaps: what could run beside "
+        "matmuls is marked. ",
+        badge("modelled"),
+    )
+    key = charts.legend(
+        {
+            "flops": "compute, bound by FLOPs",
+            "moves": "compute, bound by memory",
+            "sends": "communication, exposed",
+            "hidden": "communication that could run beside matmuls",
+        }
+    )
+    panels = (
+        part for phase, found in spans.items() if found for part in _panel(phase, found, longest)
+    )
+    return section("timeline", title, lead, key, *panels)
+
+
+def _length(spans: Sequence[Span]) -> float:
+    return max((s.start + s.seconds for s in spans), default=0) - _start(spans)
+
+
+def _start(spans: Sequence[Span]) -> float:
+    return min((s.start for s in spans), default=0)
+
+
+def _panel(phase: str, spans: Sequence[Span], longest: float) -> Iterator[Html]:
+    element = spans[0].element
+    where = f"{element.stack}.{element.index}" if element is not None else ""
+    first = _start(spans)
+    names = [s.module.removeprefix(where).strip(".") or "(layer)" for s in spans]
+    blocks = [_block(s, name, first) for s, name in zip(spans, names, strict=True)]
+    sent = sum(s.seconds for s in spans if s.lane == "communication")
+    beside = sum(s.overlappable for s in spans)
+    total = _length(spans)
+    described = f"{duration(total)}, of which communication {duration(sent)}"
+    if sent:
+        described += f"; {duration(beside)} of that could run beside matmuls"
+    chart = charts.timeline(f"timeline-{phase}", f"{phase} of {where}", described, blocks, longest)
+    yield tag("h3", f"{phase}: {described}")
+    yield scrolling(f"timeline of the {phase} pass", tag("div", chart, class_="timeline"))
+    columns = (
+        Column("module", code=True),
+        Column("what"),
+        Column("lane"),
+        Column("starts", numeric=True, certainty="modelled"),
+        Column("takes", numeric=True, certainty="modelled"),
+        Column("bound by"),
+        Column("could overlap", numeric=True, certainty="modelled"),
+    )
+    rows = [
+        (
+            name,
+            s.what,
+            s.lane,
+            duration(s.start - first),
+            duration(s.seconds),
+            s.bound,
+            duration(s.overlappable) if s.lane == "communication" else "",
+        )
+        for s, name in zip(spans, names, strict=True)
+    ]
+    yield details(f"{phase} as a table", table(f"{phase} of {where}", columns, rows, stacked=True))
+
+
+def _block(span: Span, name: str, first: float) -> charts.Block:
+    short = name.rpartition(".")[2]
+    labels: tuple[str, ...] = (name, short)
+    parts: tuple[tuple[str, float], ...]
+    parts = (("flops" if span.bound == "flops" else "moves", span.seconds),)
+    if span.lane == "communication":
+        kind = span.what.partition(" ")[0].replace("_", "-")
+        labels = (f"{kind}: {name}", f"{kind}: {short}", kind)
+        exposed = span.seconds - span.overlappable
+        parts = (("sends", exposed), ("hidden", span.overlappable))
+    return charts.Block(
+        span.start - first,
+        span.lane,
+        tuple(part for part in parts if part[1] > 0),
+        f"{name}: {span.what}, {duration(span.seconds)}, bound by {span.bound}",
+        labels,
+    )

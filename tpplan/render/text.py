@@ -1,0 +1,242 @@
+"""A report as text for a terminal: identical layers folded into one line."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tpplan.cost.run import DryRun
+from tpplan.cost.timing import flops_by_module
+from tpplan.planner import ParameterPlan
+from tpplan.planner.match import folded
+from tpplan.render.units import duration, number, size
+from tpplan.simulate.steps import PHASES, Collective
+
+
+def render(report: DryRun, width: int = 120) -> str:
+    """The report as plain text."""
+    stream = io.StringIO()
+    Console(file=stream, width=width, no_color=True).print(layout(report))
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def layout(report: DryRun) -> Group:
+    """The report for a rich console, which colours it on a terminal."""
+    parts: list[RenderableType] = [_title(report), "", _placements(report)]
+    if report.collectives:
+        parts += ["", _counts(report), "", _sites(report)]
+    else:
+        parts += ["", "No collectives: one rank."]
+    if any(plan.kernel is not None for plan in report.compiled.modules.values()):
+        parts += ["", _kernels(report)]
+    parts += ["", _memory(report), "", _flops(report), "", _time(report), "", _notes(report)]
+    return Group(*parts)
+
+
+def _title(report: DryRun) -> Text:
+    mode = "TP+SP" if report.compiled.sequence_parallel else "TP"
+    return Text(
+        f"{report.model} · plan {report.compiled.plan.name} · {mode}, tp {report.compiled.tp} · "
+        f"batch {report.batch}, sequence {report.seq}",
+        style="bold",
+    )
+
+
+def _table(title: str, *columns: tuple[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name, justify in columns:
+        wraps = name in ("for", "how", "parameter")
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=not wraps)  # type: ignore[arg-type]
+    return table
+
+
+def _placements(report: DryRun) -> Table:
+    table = _table(
+        "Parameters",
+        ("parameter", "left"),
+        ("×", "right"),
+        ("shape", "left"),
+        ("placement", "left"),
+        ("per rank", "left"),
+        ("rule", "left"),
+    )
+    groups: dict[tuple[str, ...], int] = {}
+    for entry in report.compiled.parameters.values():
+        groups.setdefault(_row(entry), 0)
+        groups[_row(entry)] += 1
+    for (name, shape, placement, local, rule), count in groups.items():
+        table.add_row(name, str(count), shape, placement, local, rule)
+    return table
+
+
+def _row(entry: ParameterPlan) -> tuple[str, ...]:
+    rule = entry.rule
+    text = "none: small"
+    if rule is not None:
+        text = rule.style
+    tied = "".join(f" = {folded(alias)}" for alias in entry.aliases)
+    placement = entry.placed
+    if entry.summed:
+        placement += ", summed"
+    return (
+        folded(entry.name) + tied,
+        "×".join(map(str, entry.shape)),
+        placement,
+        "×".join(map(str, entry.local_shape)),
+        text,
+    )
+
+
+def _counts(report: DryRun) -> Table:
+    kinds = list(dict.fromkeys(k for p in PHASES for k in report.counts(p)))
+    columns = [(kind.replace("_", "-"), "right") for kind in kinds]
+    table = _table("Collectives", ("phase", "left"), *columns, ("sent per rank", "right"))
+    for phase in PHASES:
+        found = report.counts(phase)
+        if phase == "optimizer" and not any(found.values()):
+            continue
+        cells = [str(found.get(kind, 0)) for kind in kinds]
+        table.add_row(phase.replace("_", " "), *cells, size(report.bytes_sent(phase)))
+    return table
+
+
+def _sites(report: DryRun) -> Table:
+    table = _table(
+        "Where they come from",
+        ("phase", "left"),
+        ("module", "left"),
+        ("×", "right"),
+        ("collective", "left"),
+        ("shape", "left"),
+        ("each", "right"),
+        ("for", "left"),
+    )
+    groups: dict[tuple[str, ...], int] = {}
+    for c in report.collectives:
+        groups[_site(c)] = groups.get(_site(c), 0) + 1
+    for (phase, module, kind, shape, each, reason), count in groups.items():
+        table.add_row(phase, _broken(module), str(count), kind, shape, each, reason)
+    return table
+
+
+def _broken(path: str, width: int = 36) -> str:
+    """A path on lines of at most ``width``, broken after dots where that is possible."""
+    if len(path) <= width:
+        return path
+    at = path.rfind(".", 0, width) + 1 or width
+    return f"{path[:at]}\n  {_broken(path[at:], width - 2)}"
+
+
+def _site(c: Collective) -> tuple[str, ...]:
+    shape = f"{'×'.join(map(str, c.shape))} {c.dtype}"
+    module = folded(c.module) or "(model)"
+    phase, kind = c.phase.replace("_", " "), c.kind.replace("_", "-")
+    return phase, module, kind, shape, size(c.bytes), folded(c.reason)
+
+
+def _kernels(report: DryRun) -> Table:
+    """What fused kernels stand for, and what they do not."""
+    table = _table(
+        "Fused kernels", ("module", "left"), ("×", "right"), ("computes", "left"), ("how", "left")
+    )
+    groups: dict[tuple[str, str, str], int] = {}
+    for path, plan in report.compiled.modules.items():
+        if plan.kernel is not None:
+            key = folded(path), plan.kernel.kind, plan.kernel.reason
+            groups[key] = groups.get(key, 0) + 1
+    for (path, kind, reason), count in groups.items():
+        table.add_row(_broken(path, 60), str(count), kind, reason)
+    return table
+
+
+def _memory(report: DryRun) -> Table:
+    """Bytes of the first rank: as it was run, and with layers recomputed or not."""
+    runs = [(report.training.checkpointing, report.memory)]
+    if report.other_memory is not None:
+        runs.append((not report.training.checkpointing, report.other_memory))
+    names = ["layers recomputed" if again else "layers kept" for again, _ in runs]
+    table = _table("Memory per rank", ("", "left"), *((name, "right") for name in names))
+    rows = (
+        ("parameters", "parameters_per_rank"),
+        ("buffers", "buffers_per_rank"),
+        ("gradients", "gradients_per_rank"),
+        ("optimizer", "optimizer_per_rank"),
+        ("all of these", "states_per_rank"),
+    )
+    for name, attribute in rows:
+        table.add_row(name, *(size(getattr(memory, attribute)) for _, memory in runs))
+    for phase in report.memory.peaks:
+        peaks = [memory.peaks[phase] for _, memory in runs]
+        table.add_row(f"peak of {phase}", *(size(peak.bytes) for peak in peaks))
+        table.add_row("  activations, temporaries", *(size(peak.activations) for peak in peaks))
+        if any(peak.module for peak in peaks):
+            table.add_row("  reached in", *(folded(peak.module) for peak in peaks))
+    return table
+
+
+def _flops(report: DryRun) -> Table:
+    """What each module computes in a step, identical layers together."""
+    groups: dict[str, list[int]] = {}
+    for path, flops in flops_by_module(report.steps).items():
+        groups.setdefault(folded(path) or "(model)", []).append(flops)
+    table = _table(
+        "Matrix multiplications and attention, of a rank in a step",
+        ("module", "left"),
+        ("×", "right"),
+        ("each", "right"),
+        ("share", "right"),
+    )
+    total = sum(map(sum, groups.values()))
+    for name, found in groups.items():
+        each = f"{max(found) / 1e9:,.1f} GFLOP"
+        table.add_row(name, str(len(found)), each, f"{100 * sum(found) / total:.1f} %")
+    return table
+
+
+def _time(report: DryRun) -> Table:
+    """Modelled seconds by phase, and of the typical layer."""
+    time = report.time
+    table = _table(
+        f"Time, modelled on {time.hardware}",
+        ("", "left"),
+        ("all", "right"),
+        ("compute", "right"),
+        ("sent", "right"),
+        ("could overlap", "right"),
+        ("sent ÷ compute", "right"),
+    )
+    rows = {phase.replace("_", " "): share for phase, share in time.phases.items()}
+    for stack, layer in time.layers.items():
+        for phase, share in layer.phases.items():
+            rows[f"{phase} of a layer of {stack} (×{layer.count})"] = share
+    rows["step"] = time.total
+    for name, share in rows.items():
+        times = (share.seconds, share.compute, share.communication, share.overlappable)
+        table.add_row(name, *map(duration, times), f"{share.ratio:.2f}")
+    return table
+
+
+def _notes(report: DryRun) -> Text:
+    total, mine = report.parameter_counts["total"], report.parameter_counts["per_rank"]
+    memory, time = report.memory, report.time
+    training = "forward, backward"
+    if "optimizer" in memory.peaks:
+        training += " and optimizer step"
+    lines = [
+        f"Parameters: {number(total)} in all ({size(memory.parameters_total)}), "
+        f"{number(mine)} per rank ({size(memory.parameters_per_rank)}, "
+        f"{100 * mine / max(total, 1):.1f} %)",
+        f"{training}: {time.flops / 1e12:.1f} TFLOP per rank, {100 * time.utilisation:.0f} % of "
+        "the peak.",
+        "Exact: collectives, their bytes (of ring algorithms, sent by the first rank), parameters, "
+        "gradients, optimizer state. Tracked by executing the step abstractly: peaks, with what "
+        "of them are activations and temporaries. Modelled: times.",
+        "'summed': each rank sees a part of the work, so the gradients are summed over the ranks, "
+        "all in one all-reduce.",
+    ]
+    for stack, (run, there) in report.executed.items():
+        lines.append(f"Of the {there} elements of {stack}, {run} and {run + 1} were executed.")
+    return Text("\n".join(lines))

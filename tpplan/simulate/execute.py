@@ -1,0 +1,130 @@
+"""One training step of the rewritten model, on fake tensors and a fake process group."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from tpplan.compat import FakeTensorMode, fake_world, quiet
+from tpplan.language import Diagnostic, PlanError
+from tpplan.observe.caches import no_fakes_kept
+from tpplan.observe.shadow import shadow_of
+from tpplan.observe.trace import fake_inputs
+from tpplan.planner import CompiledPlan
+from tpplan.rewrite import apply
+from tpplan.simulate.optimizers import take_step
+from tpplan.simulate.steps import Step
+from tpplan.simulate.tracker import Tracker
+from tpplan.simulate.values import RealValues
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained.
+
+    Attributes:
+        optimizer: makes it from the parameters; None where no step is taken.
+        max_norm: to which gradients are clipped; None where they are not.
+        master_weights: whether 16-bit parameters have float32 copies.
+        checkpointing: whether each element of the layer stack is recomputed in backward.
+    """
+
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None
+    max_norm: float | None = 1.0
+    master_weights: bool = True
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What one step did on the first rank: its steps in order, and the optimizer's bytes."""
+
+    steps: tuple[Step, ...]
+    optimizer: Mapping[str, int] = field(default_factory=dict)
+
+
+def execute(
+    model: nn.Module,
+    compiled: CompiledPlan,
+    call: Call,
+    training: Training,
+    stacks: tuple[str, ...] = (),
+) -> Execution:
+    """Forward, backward and optimizer step of ``model`` rewritten by ``compiled``.
+
+    Args:
+        model: is not changed; may be on the meta device.
+        stacks: paths of the lists of modules whose elements the steps are told apart by.
+
+    Raises:
+        PlanError: where the rewritten model cannot be run.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shadow = shadow_of(model, mode)
+    args, kwargs = fake_inputs(mode, call, keep_ids=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(no_fakes_kept())
+        mesh = stack.enter_context(fake_world(compiled.tp)) if compiled.tp > 1 else None
+        stack.enter_context(mode)
+        apply(shadow, compiled, mesh, src_data_rank=None)
+        if training.checkpointing:
+            _checkpoint(shadow, compiled)
+            if "use_cache" in inspect.signature(shadow.forward).parameters:
+                # transformers does so too: recomputation would append to the cache once more
+                kwargs = {"use_cache": False, **kwargs}
+        lists = {path: shadow.get_submodule(path) for path in stacks}
+        dimensions = {} if mesh is None else {str(mesh.get_group().group_name): "tp"}
+        tracker = Tracker(shadow, lists, dimensions)
+        stack.enter_context(quiet())
+        stack.enter_context(RealValues())
+        stack.enter_context(tracker)
+        try:
+            out = shadow(*args, **kwargs)
+        except Exception as error:
+            message = f"the sharded model cannot be run at tp {compiled.tp}: {error}"
+            raise PlanError([Diagnostic(message)]) from error
+        with tracker.during("backward"):
+            result = objective(out)
+            if result is not None:
+                result.backward(torch.ones_like(result))
+            del out, result
+        tracker.gradients(shadow)
+        held: Mapping[str, int] = {}
+        if training.optimizer is not None:
+            with tracker.during("optimizer"):
+                held = take_step(
+                    shadow, training.optimizer, training.max_norm, training.master_weights
+                )
+    return Execution(tracker.steps(), held)
+
+
+def _checkpoint(model: nn.Module, compiled: CompiledPlan) -> None:
+    """Have every element of the layer stack keep its inputs only, and run again in backward."""
+    for path, plan in compiled.modules.items():
+        if plan.element is not None:
+            element = model.get_submodule(path)
+            again = functools.partial(checkpoint, element.forward, use_reentrant=False)
+            element.forward = again  # type: ignore[method-assign]
+
+
+def objective(out: Any) -> torch.Tensor | None:
+    """What training would start its backward from: the loss, or else the first output."""
+    loss = getattr(out, "loss", None)
+    leaves = [loss] if isinstance(loss, torch.Tensor) else tree_leaves(out)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            return leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    return None

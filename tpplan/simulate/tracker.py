@@ -1,0 +1,239 @@
+"""What a run computes and allocates, step by step, seen from below autograd."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from tpplan.compat import FakeTensor, local_of, rehearsed_in, running_node, sequence_number
+from tpplan.rewrite.lowered import passive
+from tpplan.simulate.recorder import Recorder, tensors_in
+from tpplan.simulate.steps import Collective, Element, Matmul, Step
+
+_aten = torch.ops.aten
+# what torch's own table leaves out
+_FLOPS: Mapping[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(g.shape, q.shape, k.shape, v.shape)
+    ),
+}
+
+
+class _Open:
+    """The step that is being recorded."""
+
+    def __init__(self, phase: str, module: str, element: Element | None) -> None:
+        self.phase, self.module, self.element = phase, module, element
+        self.matmuls: Counter[Matmul] = Counter()
+        self.moved = self.ops = self.net = self.peak = self.gradients = 0
+
+    def closed(self, collective: Collective | None) -> Step:
+        return Step(
+            self.phase,
+            self.module,
+            self.element,
+            tuple(self.matmuls.items()),
+            self.moved,
+            self.ops,
+            self.net,
+            self.peak,
+            self.gradients,
+            collective,
+        )
+
+
+class _Aside:
+    """A context, which may be entered again and again: whether it is active."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: Any) -> None:
+        self.depth -= 1
+
+
+class Tracker(Recorder):
+    """Records a run of one model: every op's FLOPs and bytes, every allocation, every collective.
+
+    Memory is what storages hold: a storage counts from the op that made it until nothing refers
+    to it any more. What was allocated before, the parameters for instance, does not count, nor
+    what an op uses inside.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stacks: Mapping[str, nn.Module],
+        dimensions: Mapping[str, str] | None = None,
+    ) -> None:
+        """``stacks``: lists of modules by path, whose elements the steps are told apart by."""
+        super().__init__(dimensions)
+        self._aside, self._stack = _Aside(), contextlib.ExitStack()
+        self._open = _Open("forward", "", None)
+        self._closed: list[tuple[_Open, Collective | None]] = []
+        self._storages: dict[int, tuple[weakref.ref[Any], int, _Open]] = {}
+        # where the modules' calls begin, by the numbers of their autograd nodes
+        self._numbers: list[int] = []
+        self._places: list[tuple[str, Element | None]] = []
+        self._running: list[str] = []
+        self._element: Element | None = None
+        elements = {
+            id(child): Element(path, index)
+            for path, stack in stacks.items()
+            for index, child in enumerate(stack.children())
+        }
+        for path, module in model.named_modules():
+            self._watch(path, module, elements.get(id(module)))
+
+    def __enter__(self) -> Tracker:
+        self._stack.enter_context(rehearsed_in(self._aside))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    # --- where ops come from
+
+    def _watch(self, path: str, module: nn.Module, element: Element | None) -> None:
+        def enter(*_: Any) -> None:
+            self._running.append(path)
+            if element is not None:
+                self._element = element
+            self._mark()
+
+        def leave(*_: Any) -> None:
+            self._running.pop()
+            self._mark()
+
+        module.register_forward_pre_hook(passive(enter))
+        module.register_forward_hook(passive(leave), always_call=True)
+
+    def _mark(self) -> None:
+        place = self._place()
+        number = sequence_number()
+        if self._numbers and self._numbers[-1] == number:
+            self._places[-1] = place
+            return
+        self._numbers.append(number)
+        self._places.append(place)
+
+    def _place(self) -> tuple[str, Element | None]:
+        """The module that runs; in backward that of the forward op whose gradient is computed."""
+        if self.phase == "optimizer":
+            return "", None
+        module = self._running[-1] if self._running else ""
+        node = running_node()
+        if node is None:
+            return module, self._element
+        if node > sequence_number():  # gradients of parameters, which run as soon as they can
+            found, element = "", self._open.element
+        else:
+            found, element = self._places[max(bisect.bisect_right(self._numbers, node) - 1, 0)]
+        return (module if self._running else found), element  # running: it is recomputed
+
+    # --- what they do
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # its fake would be another tensor
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # half of all that is asked, and never work
+        if self._aside.depth:
+            return func(*args, **(kwargs or {}))
+        self._enter_step()
+        before = len(self.collectives)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        given, made = tensors_in((args, kwargs)), tensors_in(out)
+        theirs = {t.untyped_storage()._cdata for t in given}
+        new = [t for t in made if t.untyped_storage()._cdata not in theirs]
+        for tensor in new:
+            self._note(tensor.untyped_storage())
+        if len(self.collectives) > before:
+            self._close(self.collectives[-1])
+        elif new or func._schema.is_mutable:
+            self._count(func, args, kwargs or {}, out, [*given, *made])
+        return out
+
+    def _enter_step(self) -> None:
+        module, element = self._place()
+        step = self._open
+        if (step.phase, step.module, step.element) != (self.phase, module, element):
+            self._close(None)
+            self._open = _Open(self.phase, module, element)
+
+    def _close(self, collective: Collective | None) -> None:
+        step = self._open
+        if step.ops or step.net or step.peak or collective is not None:
+            self._closed.append((step, collective))
+        self._open = _Open(step.phase, step.module, step.element)
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size, step = storage._cdata, storage.nbytes(), self._open
+        if key in self._storages:
+            return
+
+        def freed(_: Any) -> None:
+            del self._storages[key]
+            self._open.net -= size
+
+        self._storages[key] = (weakref.ref(storage, freed), size, step)
+        step.net += size
+        step.peak = max(step.peak, step.net)
+
+    def _count(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, tensors: Any
+    ) -> None:
+        step = self._open
+        step.ops += 1
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        packet = func._overloadpacket
+        formula = flop_registry.get(packet)
+        if packet in _FLOPS:
+            flops = _FLOPS[packet](*args, **kwargs)
+        elif formula is not None:
+            flops = formula(*args, **kwargs, out_val=out)
+        else:
+            step.moved += size
+            return
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        step.matmuls[Matmul(int(flops), size, dtype)] += 1
+
+    # --- afterwards
+
+    def gradients(self, model: nn.Module) -> None:
+        """What of the allocated memory are gradients of ``model``; to be called after backward."""
+        for parameter in model.parameters():
+            if (grad := parameter.grad) is not None:
+                local = local_of(grad) if isinstance(grad, DTensor) else grad
+                held = self._storages.get(local.untyped_storage()._cdata)
+                if held is not None:
+                    _, size, step = held
+                    step.gradients += size
+
+    def steps(self) -> tuple[Step, ...]:
+        """Everything recorded so far, in order."""
+        self._close(None)
+        return tuple(step.closed(collective) for step, collective in self._closed)
