@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tpplan import compat
@@ -16,6 +15,7 @@ from tpplan.kernels.gelu import gelu
 from tpplan.kernels.norm import norm
 from tpplan.planner import GatedForm, GeluForm, KernelChoice, NormForm, UnbiasedForm
 from tpplan.rewrite.lowered import State, looks
+from tpplan.rewrite.projection import Projection
 
 
 @dataclass
@@ -31,6 +31,12 @@ class Swapped:
     kernel: KernelChoice | None
     partner: Any = None
     running: int = 0
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the module's weight is stored (in, out)."""
+        form = None if self.kernel is None else self.kernel.form
+        return isinstance(form, UnbiasedForm) and form.transposed
 
 
 @dataclass
@@ -89,6 +95,7 @@ class Fused(nn.Module):
     """Base of the classes that modules with a fused kernel take on."""
 
     _tpplan: State | Swapped
+    _tpplan_project: Projection
 
     @property
     def _form(self) -> Any:
@@ -158,14 +165,13 @@ class Unbiased(Fused):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The columns of ``input``, biases left out."""
-        form: UnbiasedForm = self._form
         link: Link = self._tpplan.partner
         link.fused = link.due = self._tpplan_is_run() and link.holds(self)
         if not link.fused:
             return super().forward(input)  # type: ignore[no-any-return, misc]
         weight = _own(self)["weight"]
         assert weight is not None
-        return F.linear(input, weight.t() if form.transposed else weight)
+        return self._tpplan_project(input, weight)
 
     def _tpplan_is_run(self) -> bool:
         """Whether the module that contains the activation as well calls the layer."""

@@ -22,7 +22,7 @@ class Colwise(Lowered):
             with self._tpplan_whole():
                 return super().forward(input)  # type: ignore[no-any-return, misc]
         weight, *bias = self._locals()
-        return self._tpplan_project(input, weight.t() if state.plan.transposed else weight, *bias)
+        return self._tpplan_project(input, weight, *bias)
 
 
 class Rowwise(Lowered):
@@ -40,10 +40,8 @@ class Rowwise(Lowered):
         return self._tpplan_summed(input)
 
     def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
-        state = self._tpplan
         weight, *bias = self._locals()
-        partial = self._tpplan_project(input, weight.t() if state.plan.transposed else weight)
-        return reduced(self, partial, bias)
+        return reduced(self, self._tpplan_project(input, weight), bias)
 
 
 class RowwiseScattered(Lowered):
@@ -56,7 +54,7 @@ class RowwiseScattered(Lowered):
             with self._tpplan_whole():
                 return super().forward(input)  # type: ignore[no-any-return, misc]
         weight, *bias = self._locals()
-        partial = self._tpplan_project(input, weight.t() if state.plan.transposed else weight)
+        partial = self._tpplan_project(input, weight)
         out = scatter_out(partial, partial.dim() - 1, state.transition)
         first = out.size(-1) * state.stream.group.rank
         for whole in bias:
@@ -76,7 +74,7 @@ class RowwiseTogether(Rowwise):
         state = self._tpplan
         stream, partners = state.stream, state.plan.together
         weight, *bias = self._locals()
-        partial = self._tpplan_project(input, weight.t() if state.plan.transposed else weight)
+        partial = self._tpplan_project(input, weight)
         parts = stream.parts
         if parts is None or parts.grad is not torch.is_grad_enabled():
             return reduced(self, partial, bias)

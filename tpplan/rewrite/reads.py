@@ -124,5 +124,6 @@ def _head(
     into = Transition(stream.group, site("input of the table, as a head"), site("its gradient"))
     out = Transition(stream.group, site("logits, gathered"), site("gradient of the logits"))
     entered = Entry(into, 1, False, True).enter(input, stream, None)
-    logits = F.linear(entered, table._locals()[state.own.names.index(weight._tpplan_name)])
+    local = table._locals()[state.own.names.index(weight._tpplan_name)]
+    logits = table._tpplan_project(entered, local)
     return Origin(stream, out, weight.size(0), state.plan.options.get("output")).wrap(logits)
