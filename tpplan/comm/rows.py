@@ -19,8 +19,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tpplan import compat
-from tpplan.comm.blocks import block, chunks, narrowed, part_of, tp_mesh, tp_rank
 from tpplan.comm.collectives import Group, Site, all_gather
+from tpplan.comm.placements import block, chunks, narrowed, part_of, tp_mesh, tp_rank
 from tpplan.layout import Rows
 
 _LOCAL = frozenset(
