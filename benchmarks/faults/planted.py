@@ -189,7 +189,7 @@ FAULTS = (
     Fault("biases of the first rank's heads", "rewrite.heads:heads_of", to.first_heads, "packed"),
     Fault("sizes in the code are left whole", "rewrite.styles:assign", to.nothing(), "packed"),
     Fault(
-        "positions of the first rank's rows", "rewrite.streams:split", to.of_first_rank, "gpt sp"
+        "positions of the first rank's rows", "rewrite.sequence:split", to.of_first_rank, "gpt sp"
     ),
     Fault(
         "keys for values",

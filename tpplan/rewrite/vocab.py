@@ -9,7 +9,7 @@ from tpplan.comm import chunk, join, reduce_out, scatter_out
 from tpplan.kernels.embedding import look_up, reference
 from tpplan.rewrite.logits import Origin
 from tpplan.rewrite.lowered import Lowered
-from tpplan.rewrite.streams import require_sequence
+from tpplan.rewrite.sequence import require_sequence
 
 
 class VocabEmbedding(Lowered, nn.Embedding):
