@@ -157,9 +157,7 @@ FAULTS = (
         to.kept_chunk,
         "in place sp",
     ),
-    Fault(
-        "padding goes out with the last rows", "comm.sharded:Source.unpadded", to.uncut, "gpt sp"
-    ),
+    Fault("padding goes out with the last rows", "comm.source:Source.unpadded", to.uncut, "gpt sp"),
     Fault(
         "the same dropout masks on all ranks", "comm.randomness:mixed", to.of_first_number, "masks"
     ),

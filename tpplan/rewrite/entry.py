@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.comm import Stream, Transition, copy_in, gather_in
+from tpplan.comm.placements import is_whole
 from tpplan.comm.stream import version_of
 
 
@@ -56,7 +57,7 @@ class Entry:
         if isinstance(x, DTensor):
             if stream.is_sharded(x):
                 return self._gathered(stream.to_local(x), stream.dim, x.size(stream.dim), stream)
-            if x.placements[0] != Replicate():
+            if not is_whole(x):
                 x = x.redistribute(placements=[Replicate()])
             return copy_in(x.to_local(), self.transition)
         if length is not None and not self.whole:

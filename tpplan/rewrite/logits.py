@@ -15,7 +15,9 @@ from torch.nn import _reduction
 
 from tpplan.comm import Site, Stream, Transition, chunk, join
 from tpplan.comm.cross_entropy import Vocabulary, cross_entropy
-from tpplan.comm.sharded import Sharded, Source, dim_of, rows_of, whole_of
+from tpplan.comm.placements import dim_of
+from tpplan.comm.sharded import Sharded, rows_of, whole_of
+from tpplan.comm.source import Source
 from tpplan.comm.stream import chunk_of, version_of
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from tpplan import compat
 from tpplan.comm import Site, split
 from tpplan.comm.agreement import require_same_inputs
 from tpplan.comm.conjugates import join
+from tpplan.comm.placements import is_cut
 from tpplan.comm.sharded import Window
 from tpplan.comm.stream import Parts
 from tpplan.planner.replay import taken
@@ -103,7 +104,7 @@ class Container(Lowered):
             return x.answer(self.training)
         if stream.is_sharded(x) and x.dim() > stream.dim + 1:
             return stream.whole(x, state.transition)
-        if not stream.whole_results and x.placements[0] == Shard(x.dim() - 1):
+        if not stream.whole_results and is_cut(x, x.dim() - 1):
             return x
         return x.full_tensor()
 
