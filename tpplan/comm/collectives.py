@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,9 +28,11 @@ _wait = _ops.wait_tensor
 class Group:
     """The ranks of one tensor-parallel group, as the collectives need them.
 
-    ``fuse``: whether the copies before and after a collective are kernels' work.
+    ``mesh``: of these ranks, for what is placed on them. ``fuse``: whether the copies before and
+    after a collective are kernels' work.
     """
 
+    mesh: DeviceMesh = field(compare=False, repr=False)
     name: str
     size: int
     rank: int
@@ -39,7 +41,7 @@ class Group:
     @classmethod
     def of(cls, mesh: DeviceMesh, fuse: bool = False) -> Group:
         """The group of a 1-D mesh."""
-        return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), fuse)
+        return cls(mesh, mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), fuse)
 
 
 @dataclass(frozen=True)

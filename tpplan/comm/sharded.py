@@ -90,7 +90,7 @@ def source_on(mesh: DeviceMesh) -> Source:
     """Of tensors that do not know theirs."""
     group = Group.of(mesh)
     site = Site("", "a sharded tensor, gathered")
-    return Source(mesh, group, site, Randomness(group.rank, mesh.device_type), Sharded)
+    return Source(group, site, Randomness(group.rank, mesh.device_type), Sharded)
 
 
 def window(view: torch.Tensor, whole: Whole) -> Window:

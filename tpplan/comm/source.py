@@ -24,30 +24,29 @@ class Source:
     """Where sharded tensors come from, which all that is computed from them refer to.
 
     Attributes:
-        mesh: of the ranks that hold the parts; group: these ranks.
+        group: of the ranks that hold the parts.
         site: what a gather is reported under.
         randomness: the random sequences of this rank.
         kind: the class of these tensors.
         specs: those that were made, as making one takes long.
     """
 
-    __slots__ = ("group", "kind", "mesh", "randomness", "site", "specs")
+    __slots__ = ("group", "kind", "randomness", "site", "specs")
 
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        group: Group,
-        site: Site,
-        randomness: Randomness,
-        kind: type[Rooted],
+        self, group: Group, site: Site, randomness: Randomness, kind: type[Rooted]
     ) -> None:
-        self.mesh, self.group = mesh, group
-        self.site, self.randomness = site, randomness
-        self.kind = kind
+        self.group, self.site = group, site
+        self.randomness, self.kind = randomness, kind
         self.specs: dict[tuple[Any, ...], compat.DTensorSpec] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Source:
         return self
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Of the ranks that hold the parts."""
+        return self.group.mesh
 
     @property
     def transition(self) -> Transition:

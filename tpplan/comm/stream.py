@@ -98,7 +98,7 @@ class Stream:
         self.whole_results = True
         self.randomness = Randomness(self.group.rank, mesh.device_type)
         site = Site("", "the stream, gathered")
-        self.source = Source(mesh, self.group, site, self.randomness, Sharded)
+        self.source = Source(self.group, site, self.randomness, Sharded)
         self.anchor = traced.anchor(self.source)
         self._start()
 

@@ -36,7 +36,7 @@ class MultiheadAttention(Lowered, nn.MultiheadAttention):
             ValueError: for weights of single heads, which are on different ranks.
         """
         state = self._tpplan
-        size = state.stream.group.size
+        size = state.transition.group.size
         if need_weights and not average_attn_weights:
             raise ValueError(
                 f"{state.plan.path}: each rank has the attention weights of its own heads only; "
@@ -70,11 +70,11 @@ class MultiheadAttention(Lowered, nn.MultiheadAttention):
         unbatched: bool,
     ) -> torch.Tensor | None:
         """Both masks as one that is added, of shape ([batch], heads or 1, target, source)."""
-        plan, stream = self._tpplan.plan, self._tpplan.stream
+        state = self._tpplan
 
         def own(mask: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
             if mask is not None:
-                mask = own_part(mask, dim, heads * stream.group.size, stream, plan.path)
+                mask = own_part(mask, dim, heads * state.transition.group.size, state)
             return _added(mask, dtype)
 
         of_heads = attn_mask is not None and attn_mask.dim() == 3  # (batch * heads, target, source)

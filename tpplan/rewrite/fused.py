@@ -109,7 +109,7 @@ def _own(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
     """The parameters of a module with a fused kernel, as local tensors."""
     state = module._tpplan
     if isinstance(state, State):
-        return dict(zip(state.own.names, state.own.read(module, state.stream), strict=True))
+        return dict(zip(state.own.names, state.own.read(module), strict=True))
     return module._parameters
 
 

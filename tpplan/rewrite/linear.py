@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from tpplan.comm import join, reduce_out, scatter_out
+from tpplan.comm import chunk, join, reduce_out, scatter_out
 from tpplan.rewrite.lowered import Lowered
 
 
@@ -56,7 +56,7 @@ class RowwiseScattered(Lowered):
         weight, *bias = self._locals()
         partial = self._tpplan_project(input, weight)
         out = scatter_out(partial, partial.dim() - 1, state.transition)
-        first = out.size(-1) * state.stream.group.rank
+        first = out.size(-1) * state.transition.group.rank
         for whole in bias:
             out = out + whole.narrow(0, first, out.size(-1)).to(out.dtype)
         return out
@@ -87,7 +87,7 @@ class RowwiseTogether(Rowwise):
             rows = list(partial.shape)
             if stream.sequence_parallel and stream.length is not None:
                 dim = min(stream.dim, partial.dim() - 2)
-                rows[dim] = -(-rows[dim] // stream.group.size)
+                rows[dim] = chunk(rows[dim], state.transition.group.size)
             return partial.new_zeros(()).expand(rows)
         return reduced(self, partial, biases)
 

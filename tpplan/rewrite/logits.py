@@ -35,7 +35,7 @@ class Origin(Source):
     __slots__ = ("classes", "head", "output", "scored", "stream")
 
     def __init__(self, stream: Stream, head: Transition, classes: int, output: object) -> None:
-        super().__init__(stream.mesh, stream.group, head.forward, stream.randomness, Logits)
+        super().__init__(head.group, head.forward, stream.randomness, Logits)
         self.specs = stream.source.specs
         self.stream, self.head = stream, head
         self.classes, self.output = classes, output

@@ -122,8 +122,7 @@ class Lowered(nn.Module):
     _tpplan_project: Projection
 
     def _locals(self) -> Sequence[torch.Tensor]:
-        state = self._tpplan
-        return state.own.read(self, state.stream)
+        return self._tpplan.own.read(self)
 
     def _tpplan_widen(self, rows: torch.Tensor) -> torch.Tensor:
         """What a table gives for rows of its weight."""

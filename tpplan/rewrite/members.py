@@ -41,7 +41,7 @@ def prepare(module: Lowered, summed_only: bool) -> None:
     ]
     if jobs:
         state = module._tpplan
-        make(jobs, state.stream, summing_site(state.plan.path))
+        make(jobs, summing_site(state.plan.path))
 
 
 class OwnMembers(Lowered, nn.ModuleList):
@@ -50,7 +50,7 @@ class OwnMembers(Lowered, nn.ModuleList):
     def _tpplan_join(self) -> None:
         """Tell the modules which of them run in each other's place on other ranks."""
         members = list(self._modules.values())
-        each = len(members) // self._tpplan.stream.group.size
+        each = len(members) // self._tpplan.transition.group.size
         for place in range(each):
             for mates in zip(*map(_holding, members[place::each]), strict=True):  # type: ignore[arg-type]
                 for _, own in mates:
@@ -60,12 +60,12 @@ class OwnMembers(Lowered, nn.ModuleList):
         return any(own.stale(module) for module, own in members_of(self))
 
     def _own(self) -> list[nn.Module]:
-        group = self._tpplan.stream.group
+        group = self._tpplan.transition.group
         each = len(self._modules) // group.size
         return list(self._modules.values())[each * group.rank :][:each]  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        return len(self._modules) // self._tpplan.stream.group.size
+        return len(self._modules) // self._tpplan.transition.group.size
 
     def _tpplan_require_alike(self) -> None:
         """Refuse what would have each rank gather and scatter other parameters than the rest."""
