@@ -30,8 +30,8 @@ from tpplan.comm import (
     sharded,
 )
 from tpplan.comm import cross_entropy as sharded_loss
+from tpplan.comm.parts import scattered
 from tpplan.comm.randomness import Randomness
-from tpplan.comm.rows import scattered
 from tpplan.kernels import cross_entropy, embedding, gated, gelu, launch, norm, transition
 from tpplan.layout import Rows
 from tpplan.observe.shadow import call_for, shadow_of

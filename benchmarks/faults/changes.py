@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tpplan.comm import collectives
+from tpplan.comm.placements import ranges_of
 from tpplan.comm.randomness import Randomness
-from tpplan.layout import Rows
 
 Made = Callable[[Any], Any]
 
@@ -162,7 +162,7 @@ def sums_swapped(real: Any) -> Any:
 
 def shared_apart(real: Any) -> Any:
     def kept(grad: Any, total: Any, spec: Any, group: Any) -> Any:
-        shared = isinstance(spec.placements[0], Rows)
+        shared = ranges_of(spec) is not None
         return grad if shared else real(grad, total, spec, group)
 
     return kept

@@ -157,9 +157,7 @@ FAULTS = (
         to.kept_chunk,
         "in place sp",
     ),
-    Fault(
-        "padding goes out with the last rows", "comm.sharded:Source.unpadded", to.uncut, "gpt sp"
-    ),
+    Fault("padding goes out with the last rows", "comm.source:Source.unpadded", to.uncut, "gpt sp"),
     Fault(
         "the same dropout masks on all ranks", "comm.randomness:mixed", to.of_first_number, "masks"
     ),
@@ -189,7 +187,7 @@ FAULTS = (
     Fault("biases of the first rank's heads", "rewrite.heads:heads_of", to.first_heads, "packed"),
     Fault("sizes in the code are left whole", "rewrite.styles:assign", to.nothing(), "packed"),
     Fault(
-        "positions of the first rank's rows", "rewrite.streams:split", to.of_first_rank, "gpt sp"
+        "positions of the first rank's rows", "rewrite.sequence:split", to.of_first_rank, "gpt sp"
     ),
     Fault(
         "keys for values",

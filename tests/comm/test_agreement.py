@@ -20,7 +20,7 @@ from tests.rewrite import MODES
 from tpplan.comm import Group, Randomness, Site
 from tpplan.comm.agreement import SWITCH, Schedule, _fingerprint, require_same_inputs
 
-ALONE = Group("", 1, 0)
+ALONE = Group(None, "", 1, 0)
 DTYPES = (
     torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float16,
     torch.float32, torch.float64, torch.float8_e4m3fn, torch.complex64, torch.complex128,

@@ -118,7 +118,7 @@ def test_options(options: str, value: dict[str, Any]) -> None:
 
 def test_one_kernel_choice_for_all_kinds() -> None:
     assert set(read(with_key("kernels: torch")).kernels.values()) == {"torch"}
-    assert "residual_norm" in read(with_key("kernels: torch")).kernels
+    assert "sequence_transition" in read(with_key("kernels: torch")).kernels
 
 
 @pytest.mark.parametrize(

@@ -81,83 +81,95 @@ def modes_job(mesh: DeviceMesh, sp: bool) -> Errors:
     return found.errors
 
 
+def hooked(
+    m: Any, ids: torch.Tensor, install: Callable[[Any, dict[str, Any]], Any]
+) -> dict[str, torch.Tensor]:
+    """What the hooks of a layer see, and what comes of them."""
+    seen: dict[str, Any] = {}
+    handle = install(m.model.layers[0], seen)
+    try:
+        logits = m(input_ids=ids).logits
+        objective = weighed(logits)
+        objective.backward(retain_graph=True)  # what the hooks see of it is compared
+    finally:
+        handle.remove()
+    m.zero_grad()
+    kept = seen.pop("retained", None)
+    if kept is not None:
+        seen["gradient"] = kept.grad.clone()
+        kept.grad = None
+    return {**{n: full(t) for n, t in seen.items()}, "logits": logits, "objective": objective}
+
+
+def tensor_hook(layer: Any, seen: dict[str, Any]) -> Any:
+    def after(_: Any, __: Any, out: torch.Tensor) -> None:
+        out.register_hook(lambda g: seen.__setitem__("gradient", g.clone()))
+
+    return layer.register_forward_hook(after)
+
+
+def changing_tensor_hook(layer: Any, seen: dict[str, Any]) -> Any:
+    def after(_: Any, __: Any, out: torch.Tensor) -> None:
+        out.register_hook(lambda g: g * 3)
+
+    return layer.register_forward_hook(after)
+
+
+def retain(layer: Any, seen: dict[str, Any]) -> Any:
+    def after(_: Any, __: Any, out: torch.Tensor) -> None:
+        out.retain_grad()
+        seen["retained"] = out
+
+    return layer.register_forward_hook(after)
+
+
+def replace(layer: Any, seen: dict[str, Any]) -> Any:
+    return layer.register_forward_hook(lambda _, __, out: out * 3)
+
+
+def in_place(layer: Any, seen: dict[str, Any]) -> Any:
+    return layer.register_forward_hook(lambda _, __, out: out.mul_(3))
+
+
+def before(layer: Any, seen: dict[str, Any]) -> Any:
+    return layer.register_forward_pre_hook(lambda _, args: (args[0] * 3, *args[1:]))
+
+
+def backward(layer: Any, seen: dict[str, Any]) -> Any:
+    def after(_: Any, inputs: Any, outputs: Any) -> None:
+        seen["gradient of the output"] = outputs[0].clone()
+
+    return layer.register_full_backward_hook(after)
+
+
+def value(layer: Any, seen: dict[str, Any]) -> Any:
+    return layer.register_forward_hook(lambda _, __, out: seen.__setitem__("output", out.clone()))
+
+
+INSTALLERS = {
+    "forward hook": value,
+    "tensor hook": tensor_hook,
+    "tensor hook that changes the gradient": changing_tensor_hook,
+    "retain_grad": retain,
+    "forward hook that replaces": replace,
+    "forward hook that changes in place": in_place,
+    "forward pre-hook": before,
+    "backward hook": backward,
+}
+
+
 def hooks_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """Hooks of every kind on a layer: what they see, and what they change."""
     found = Findings()
     ids = token_ids(2, 13, 75)
 
-    def hooked(m: Any, install: Callable[[Any, dict[str, Any]], Any]) -> dict[str, torch.Tensor]:
-        seen: dict[str, Any] = {}
-        handle = install(m.model.layers[0], seen)
-        try:
-            logits = m(input_ids=ids).logits
-            objective = weighed(logits)
-            objective.backward(retain_graph=True)  # what the hooks see of it is compared
-        finally:
-            handle.remove()
-        m.zero_grad()
-        kept = seen.pop("retained", None)
-        if kept is not None:
-            seen["gradient"] = kept.grad.clone()
-            kept.grad = None
-        return {**{n: full(t) for n, t in seen.items()}, "logits": logits, "objective": objective}
-
-    def tensor_hook(layer: Any, seen: dict[str, Any]) -> Any:
-        def after(_: Any, __: Any, out: torch.Tensor) -> None:
-            out.register_hook(lambda g: seen.__setitem__("gradient", g.clone()))
-
-        return layer.register_forward_hook(after)
-
-    def changing_tensor_hook(layer: Any, seen: dict[str, Any]) -> Any:
-        def after(_: Any, __: Any, out: torch.Tensor) -> None:
-            out.register_hook(lambda g: g * 3)
-
-        return layer.register_forward_hook(after)
-
-    def retain(layer: Any, seen: dict[str, Any]) -> Any:
-        def after(_: Any, __: Any, out: torch.Tensor) -> None:
-            out.retain_grad()
-            seen["retained"] = out
-
-        return layer.register_forward_hook(after)
-
-    def replace(layer: Any, seen: dict[str, Any]) -> Any:
-        return layer.register_forward_hook(lambda _, __, out: out * 3)
-
-    def in_place(layer: Any, seen: dict[str, Any]) -> Any:
-        return layer.register_forward_hook(lambda _, __, out: out.mul_(3))
-
-    def before(layer: Any, seen: dict[str, Any]) -> Any:
-        return layer.register_forward_pre_hook(lambda _, args: (args[0] * 3, *args[1:]))
-
-    def backward(layer: Any, seen: dict[str, Any]) -> Any:
-        def after(_: Any, inputs: Any, outputs: Any) -> None:
-            seen["gradient of the output"] = outputs[0].clone()
-
-        return layer.register_full_backward_hook(after)
-
-    def value(layer: Any, seen: dict[str, Any]) -> Any:
-        return layer.register_forward_hook(
-            lambda _, __, out: seen.__setitem__("output", out.clone())
-        )
-
-    installers = {
-        "forward hook": value,
-        "tensor hook": tensor_hook,
-        "tensor hook that changes the gradient": changing_tensor_hook,
-        "retain_grad": retain,
-        "forward hook that replaces": replace,
-        "forward hook that changes in place": in_place,
-        "forward pre-hook": before,
-        "backward hook": backward,
-    }
     reference = hf("Llama")
     model = sharded(reference, mesh, sp)
-    for name, install in installers.items():
+    for name, install in INSTALLERS.items():
         with found.case(name):
 
             def run(m: Any, install: Any = install) -> dict[str, torch.Tensor]:
-                return hooked(m, install)
+                return hooked(m, ids, install)
 
             found.add(name, step(reference, model, run))
     return found.errors

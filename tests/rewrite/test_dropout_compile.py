@@ -136,7 +136,7 @@ def part_job(mesh: DeviceMesh) -> Errors:
 
 def test_parts_of_compiled_graphs_are_drawn_with_two_numbers() -> None:
     """Nothing is larger than the activations, and what is as large is a kernel's own."""
-    group = Group("", 8, 3)
+    group = Group(None, "", 8, 3)
     graph = make_fx(lambda x: part_of_dropout(x, P, group))(torch.ones(3, 5, 7)).graph
     made = [node for node in graph.nodes if node.op == "call_function"]
     drawn = [n for n in made if torch.Tag.nondeterministic_seeded in n.target.tags]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -298,6 +299,18 @@ def kept_job(mesh: DeviceMesh, sp: bool) -> Errors:
 # --- a GeLU that adds the bias of the layer before it
 
 
+def put_doubling_hook(mlp: Any, part: str, handles: list[Any], once: bool) -> None:
+    """What passes between the two is doubled; ``once``: by a hook that removes itself."""
+
+    def double(m: Any, args: Any, out: Any = None) -> Any:
+        if once:
+            handles.pop(0).remove()
+        return out * 2 if out is not None else (args[0] * 2,)
+
+    kind = "forward_hook" if part == "fc" else "forward_pre_hook"
+    handles.append(getattr(getattr(mlp, part), f"register_{kind}")(double))
+
+
 def biased_job(mesh: DeviceMesh | None, sp: bool) -> Errors:
     """Hooks that look between the two, another activation, another layer, calls of each."""
     found = Findings()
@@ -325,28 +338,13 @@ def biased_job(mesh: DeviceMesh | None, sp: bool) -> Errors:
     for path in ("mlp", "mlp.fc", "mlp.act", "mlp.out"):
         right(f"{path} alone", on_input(f"model.layers.0.{path}"))
         right(f"after {path} alone", logits(7))
-    for part in ("fc", "act"):
-        for once in (False, True):
-            handles: list[Any] = []
-            for mlp in mlps:
-
-                def double(
-                    m: Any,
-                    args: Any,
-                    out: Any = None,
-                    handles: Any = handles,
-                    once: bool = once,
-                ) -> Any:
-                    if once:
-                        handles.pop(0).remove()
-                    return out * 2 if out is not None else (args[0] * 2,)
-
-                module = getattr(mlp, part)
-                kind = "forward_hook" if part == "fc" else "forward_pre_hook"
-                handles.append(getattr(module, f"register_{kind}")(double))
-            right(f"a hook on {part}, once={once}", logits(8))
-            for handle in handles:
-                handle.remove()
+    for part, once in itertools.product(("fc", "act"), (False, True)):
+        handles: list[Any] = []
+        for mlp in mlps:
+            put_doubling_hook(mlp, part, handles, once)
+        right(f"a hook on {part}, once={once}", logits(8))
+        for handle in handles:
+            handle.remove()
     right("hooks removed", logits(8))
     for reentrant in (False, True):
         ways = checkpointing(reentrant)

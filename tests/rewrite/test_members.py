@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -116,6 +116,53 @@ def unused(reference: Model, model: Any) -> Errors:
     return gradient_errors(*found)
 
 
+def layers_of(models: Sequence[Any]) -> list[Any]:
+    """Those of all models."""
+    return [layer for model in models for layer in model.layers]
+
+
+def set_idle(models: Sequence[Any], idle: bool) -> None:
+    """Whether heads of some of the ranks do nothing."""
+    for model in models:
+        for name in ("layers.0.heads.5", "layers.1.heads.2"):
+            model.get_submodule(name).idle = idle
+
+
+def recomputed_and_frozen(models: Sequence[Any], right: Callable[[str], None]) -> None:
+    """Checkpoints of both kinds, and one parameter alone that is trained."""
+    for reentrant in (True, False):
+        for layer in layers_of(models):
+            layer.run = lambda f, x, r=reentrant: checkpoint(f, x, use_reentrant=r)
+        right(f"recomputed {reentrant}")
+    for layer in layers_of(models):
+        layer.run = lambda f, x: f(x)
+    for kept in ("layers.0.heads.0.scale", "layers.1.heads.7.mix.bias"):
+        for name, parameter in (named for m in models for named in m.named_parameters()):
+            parameter.requires_grad_(name == kept)
+        right(f"only {kept}")
+        right(f"only {kept}, again")
+    for model in models:
+        model.requires_grad_(True)
+
+
+def left_out(models: Sequence[Any], found: Findings, title: str) -> None:
+    """Some gradients that are asked for, layers that are skipped, heads that are idle."""
+    some = [[m.layers[0].heads[0].norm.weight, m.layers[1].out.weight] for m in models[:1]]
+    some += [[p for n, p in models[1].named_parameters() if n in _SOME]]
+    grads = [
+        torch.autograd.grad(called(m)["objective"], p) for m, p in zip(models, some, strict=True)
+    ]
+    found.add(f"{title}, two of them", gradient_errors(*(dict(enumerate(g)) for g in grads)))
+    for skipped in (True, False):
+        for model in models:
+            model.layers[1].skipped = skipped
+        if skipped:
+            found.add(f"{title}, one layer is skipped", unused(*models))
+    set_idle(models, True)
+    found.add(f"{title}, heads of some ranks are idle", unused(*models))
+    set_idle(models, False)
+
+
 def events_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """Members are reached, tied, recomputed, frozen, replaced, copied and left out."""
     found = Findings()
@@ -128,44 +175,11 @@ def events_job(mesh: DeviceMesh, sp: bool) -> Errors:
 
         right("first")
         for by_number in (True, False):
-            for model in models:
-                for layer in model.layers:
-                    layer.by_number = by_number
+            for layer in layers_of(models):
+                layer.by_number = by_number
             right(f"by number {by_number}")
-        for reentrant in (True, False):
-            for model in models:
-                for layer in model.layers:
-                    layer.run = lambda f, x, r=reentrant: checkpoint(f, x, use_reentrant=r)
-            right(f"recomputed {reentrant}")
-        for model in models:
-            for layer in model.layers:
-                layer.run = lambda f, x: f(x)
-        for kept in ("layers.0.heads.0.scale", "layers.1.heads.7.mix.bias"):
-            for model in models:
-                for name, parameter in model.named_parameters():
-                    parameter.requires_grad_(name == kept)
-            right(f"only {kept}")
-            right(f"only {kept}, again")
-        for model in models:
-            model.requires_grad_(True)
-        some = [[m.layers[0].heads[0].norm.weight, m.layers[1].out.weight] for m in models[:1]]
-        some += [[p for n, p in models[1].named_parameters() if n in _SOME]]
-        grads = [
-            torch.autograd.grad(called(m)["objective"], p)
-            for m, p in zip(models, some, strict=True)
-        ]
-        found.add(f"{title}, two of them", gradient_errors(*(dict(enumerate(g)) for g in grads)))
-        for model in models:
-            model.layers[1].skipped = True
-        found.add(f"{title}, one layer is skipped", unused(*models))
-        for model in models:
-            model.layers[1].skipped = False
-            for n in ("layers.0.heads.5", "layers.1.heads.2"):
-                model.get_submodule(n).idle = True
-        found.add(f"{title}, heads of some ranks are idle", unused(*models))
-        for model in models:
-            for n in ("layers.0.heads.5", "layers.1.heads.2"):
-                model.get_submodule(n).idle = False
+        recomputed_and_frozen(models, right)
+        left_out(models, found, title)
         twins = tuple(copy.deepcopy(model) for model in models)
         right("of the copies", twins)
         for model in (*models, *twins):
@@ -174,9 +188,8 @@ def events_job(mesh: DeviceMesh, sp: bool) -> Errors:
         right("one is replaced")
         right("one is replaced, again")
         right("one is replaced in the copies", twins)
-        for model in models:
-            for layer in model.layers:
-                layer.by_number = True
+        for layer in layers_of(models):
+            layer.by_number = True
         right("one is replaced, by number")
         right("one is replaced, by number, again")
     return found.errors

@@ -1,13 +1,16 @@
 """Out-of-place functional collectives on local tensors, each under the name of what asked for it.
 
-The raw ``torch.ops._c10d_functional`` ops are called directly: their Python wrappers cost two to
-three times as much.
+Each is started by a function of its own, which gives a ``Handle``: what runs before its ``wait``
+runs beside the sending. The raw ``torch.ops._c10d_functional`` ops are called directly: their
+Python wrappers cost two to three times as much.
 """
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +28,11 @@ _wait = _ops.wait_tensor
 class Group:
     """The ranks of one tensor-parallel group, as the collectives need them.
 
-    ``fuse``: whether the copies before and after a collective are kernels' work.
+    ``mesh``: of these ranks, for what is placed on them. ``fuse``: whether the copies before and
+    after a collective are kernels' work.
     """
 
+    mesh: DeviceMesh = field(compare=False, repr=False)
     name: str
     size: int
     rank: int
@@ -36,7 +41,7 @@ class Group:
     @classmethod
     def of(cls, mesh: DeviceMesh, fuse: bool = False) -> Group:
         """The group of a 1-D mesh."""
-        return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), fuse)
+        return cls(mesh, mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), fuse)
 
 
 @dataclass(frozen=True)
@@ -62,15 +67,40 @@ class Observer(TorchDispatchMode):
         """The next collective comes from ``site``."""
 
 
-def _issued(site: Site) -> contextlib.AbstractContextManager[object]:
-    """Within it, a collective is issued, from ``site``."""
-    if torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-    if dispatch_is_observed():
+class Handle:
+    """A collective that was started; all ranks start theirs in the same order.
+
+    ``wait``, once, gives the result; what the collective reads must not be changed before.
+
+    Attributes:
+        sent: the tensor that the collective writes, whose values are there after the wait.
+    """
+
+    __slots__ = ("_finish", "sent")
+
+    def __init__(self, sent: torch.Tensor, finish: Callable[[Any], Any] | None = None) -> None:
+        self.sent, self._finish = sent, finish
+
+    def wait(self) -> torch.Tensor:
+        """The result, once it has arrived; outside autograd."""
+        sent = _called(_wait, self.sent)
+        return sent if self._finish is None else self._finish(sent)  # type: ignore[no-any-return]
+
+
+def _started(site: Site, op: Any, *args: Any) -> torch.Tensor:
+    """What the collective ``op`` writes, issued from ``site``."""
+    if not torch.compiler.is_compiling() and dispatch_is_observed():
         for mode in dispatch_modes():
             if isinstance(mode, Observer):
                 mode.at(site)
-    return below_autograd()
+    return _called(op, *args)
+
+
+def _called(op: Any, *args: Any) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return op(*args)  # type: ignore[no-any-return]
+    with below_autograd():
+        return op(*args)  # type: ignore[no-any-return]
 
 
 def chunk(length: int, size: int) -> int:
@@ -94,25 +124,68 @@ def local_slice(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     return pad(x.narrow(dim, start, stop - start), dim, rows).contiguous()
 
 
+def start_all_reduce(x: torch.Tensor, group: Group, site: Site, op: str = "sum") -> Handle:
+    """Begin ``all_reduce``."""
+    return Handle(_started(site, _ops.all_reduce, x, op, group.name))
+
+
 def all_reduce(x: torch.Tensor, group: Group, site: Site, op: str = "sum") -> torch.Tensor:
     """Sum, or what ``op`` says ("max"), over the ranks."""
-    with _issued(site):
-        return _wait(_ops.all_reduce(x, op, group.name))  # type: ignore[no-any-return]
+    return start_all_reduce(x, group, site, op).wait()
+
+
+def start_all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site) -> Handle:
+    """Begin ``all_gather``."""
+    op = _ops.all_gather_into_tensor
+    whole = _started(site, op, x.contiguous(), group.size, group.name)
+    return Handle(whole, functools.partial(_unpacked, list(x.shape), dim, length, group))
 
 
 def all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site) -> torch.Tensor:
     """The whole tensor, ``length`` along ``dim``, from every rank's padded chunk of it."""
-    shape = list(x.shape)
-    with _issued(site):
-        whole = _wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    return start_all_gather(x, dim, length, group, site).wait()
+
+
+def _unpacked(
+    shape: list[int], dim: int, length: int, group: Group, chunks: torch.Tensor
+) -> torch.Tensor:
+    """The whole tensor of all ranks' ``chunks`` of ``shape``, which lie one after the other."""
     if group.fuse:
-        return unpack(whole.view(group.size, *shape), dim, length)
+        return unpack(chunks.view(group.size, *shape), dim, length)
     rows = shape[dim] * group.size
     if shape[:dim].count(1) != dim:
-        whole = whole.view(group.size, *shape).movedim(0, dim)
+        chunks = chunks.view(group.size, *shape).movedim(0, dim)
+    whole = chunks.reshape([*shape[:dim], rows, *shape[dim + 1 :]])
+    return whole if rows == length else whole.narrow(dim, 0, length)
+
+
+def start_reduce_scatter(
+    x: torch.Tensor,
+    dim: int,
+    group: Group,
+    site: Site,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Handle:
+    """Begin ``reduce_scatter``."""
+    shape = list(x.shape)
+    rows = chunk(shape[dim], group.size)
+    if group.fuse:
+        copied = dim == x.dim() - 2 and not is_view(shape, dim, group.size)
+        early = bias if copied else None
+        bias = bias if early is None else None
+        x = pack(x, dim, group.size, bias=early, dtype=dtype).flatten(0, 1)
+    else:
+        x = pad(x if dtype is None else x.to(dtype), dim, rows * group.size)
+        if shape[:dim].count(1) == dim:
+            x = x.reshape(rows * group.size, *shape[dim + 1 :])
+        else:
+            split = [*shape[:dim], group.size, rows, *shape[dim + 1 :]]
+            x = x.reshape(split).movedim(dim, 0).contiguous().flatten(0, 1)
     shape[dim] = rows
-    whole = whole.reshape(shape)
-    return whole if rows == length else whole.narrow(dim, 0, length)  # type: ignore[no-any-return]
+    op = _ops.reduce_scatter_tensor
+    part = _started(site, op, x.contiguous(), "sum", group.size, group.name)
+    return Handle(part, functools.partial(_own_chunk, shape, bias))
 
 
 def reduce_scatter(
@@ -129,25 +202,11 @@ def reduce_scatter(
         bias: of the last dimension, added to the sum.
         dtype: that is summed and returned, if not that of ``x``.
     """
-    shape = list(x.shape)
-    rows = chunk(shape[dim], group.size)
-    if group.fuse:
-        copied = dim == x.dim() - 2 and not is_view(shape, dim, group.size)
-        early = bias if copied else None
-        bias = bias if early is None else None
-        x = pack(x, dim, group.size, bias=early, dtype=dtype).flatten(0, 1)
-    else:
-        x = pad(x if dtype is None else x.to(dtype), dim, rows * group.size)
-        if shape[:dim].count(1) == dim:
-            x = x.reshape(rows * group.size, *shape[dim + 1 :])
-        else:
-            split = [*shape[:dim], group.size, rows, *shape[dim + 1 :]]
-            x = x.reshape(split).movedim(dim, 0).contiguous().flatten(0, 1)
-    shape[dim] = rows
-    x = x.contiguous()
-    with _issued(site):
-        part = _wait(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name))
+    return start_reduce_scatter(x, dim, group, site, bias, dtype).wait()
+
+
+def _own_chunk(shape: list[int], bias: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
     # not a view for autograd: the model may change the result in place
     part = torch.ops.aten._unsafe_view(part, shape)
     # to its dtype: autocast, which casts a Linear's bias
-    return part if bias is None else part + bias.to(part.dtype)  # type: ignore[no-any-return]
+    return part if bias is None else part + bias.to(part.dtype)

@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan import compat
-from tpplan.comm.rows import RowsTensor, scattered, taken
+from tpplan.comm.parts import scattered
+from tpplan.comm.rows import RowsTensor, taken
 from tpplan.layout import Rows
 
 

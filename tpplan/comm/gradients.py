@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from tpplan import compat
 from tpplan.comm.collectives import Group, Site, all_reduce
 from tpplan.comm.conjugates import Transition, reduce_out
+from tpplan.comm.placements import is_whole, ranges_of
 from tpplan.comm.rows import RowsTensor, rows_like
-from tpplan.layout import Rows
 
 
 def localize(
@@ -135,7 +135,7 @@ def _shared(grads: Sequence[torch.Tensor | None], ctx: Any) -> list[int]:
     for i, (grad, summed, spec) in enumerate(zip(grads, ctx.summed, ctx.specs, strict=True)):
         if grad is None or summed:
             continue
-        if spec.placements[0].is_replicate():
+        if is_whole(spec):
             found.append(i)
         elif not torch.compiler.is_compiling():
             memory = compat.memory_of(grad)
@@ -146,9 +146,9 @@ def _shared(grads: Sequence[torch.Tensor | None], ctx: Any) -> list[int]:
 
 
 def _wrapped(grad: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
-    if isinstance(spec.placements[0], Rows):
-        return RowsTensor.around(grad, spec)
-    return compat.dtensor(grad, spec)
+    if ranges_of(spec) is None:
+        return compat.dtensor(grad, spec)
+    return RowsTensor.around(grad, spec)
 
 
 def _traced(
@@ -159,7 +159,7 @@ def _traced(
     wrapped: list[DTensor | None] = []
     seen = 0
     for grad, spec in zip(grads, specs, strict=True):
-        by_rows = isinstance(spec.placements[0], Rows)
+        by_rows = ranges_of(spec) is not None
         if grad is None:
             wrapped.append(None)
         elif by_rows:
@@ -175,8 +175,8 @@ def _summed_part(grad: torch.Tensor, spec: compat.DTensorSpec, group: Group) -> 
 
     Those lie in the order of the whole parameter, with zeros for the rows of other ranks.
     """
-    rows = spec.placements[0]
-    if not isinstance(rows, Rows):
+    rows = ranges_of(spec)
+    if rows is None:
         return grad
     shape = list(grad.shape)
     shape[rows.dim] = sum(stop - start for start, stop in rows.shared())
@@ -189,8 +189,8 @@ def _summed_part(grad: torch.Tensor, spec: compat.DTensorSpec, group: Group) -> 
 def _with_sum(
     grad: torch.Tensor, total: torch.Tensor, spec: compat.DTensorSpec, group: Group
 ) -> torch.Tensor:
-    rows = spec.placements[0]
-    if not isinstance(rows, Rows):
+    rows = ranges_of(spec)
+    if rows is None:
         return total
     grad = grad.clone(memory_format=torch.contiguous_format)
     for here, there, length in rows.overlaps(group.rank):

@@ -12,15 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tpplan import compat
-from tpplan.comm.blocks import block, chunks, narrowed, part_of, tp_mesh, tp_rank
-from tpplan.comm.collectives import Group, Site, all_gather
+from tpplan.comm.chunked import Chunked
+from tpplan.comm.parts import cut, gathered
+from tpplan.comm.placements import block, is_whole, part_of, ranges_of, tp_rank
+from tpplan.comm.view import as_views
 from tpplan.layout import Rows
 
 _LOCAL = frozenset(
@@ -35,13 +36,12 @@ _RESHAPES = frozenset({"view", "_unsafe_view", "expand", "reshape"})
 # torch.compile cannot trace the constructor of a DTensor's subclass, but an op that it handles
 _library = torch.library.Library("tpplan", "FRAGMENT")
 _library.define("rows_like(Tensor local, Tensor origin) -> Tensor")
-_GATHER = Site("", "a packed or shared parameter, gathered")
 
 
-class RowsTensor(DTensor):
-    """A DTensor whose last placement is ``Rows``, the one along the tensor-parallel ranks.
+class RowsTensor(Chunked):
+    """A DTensor that ``Rows`` places over the tensor-parallel ranks.
 
-    Placements before it are FSDP2's: they cut the rows of a tensor-parallel rank further.
+    Its other placements are FSDP2's: they cut the rows of a tensor-parallel rank further.
     """
 
     @staticmethod
@@ -61,7 +61,7 @@ class RowsTensor(DTensor):
     @property
     def rows(self) -> Rows:
         """The placement."""
-        return compat.spec_of(self).placements[-1]  # type: ignore[return-value]
+        return ranges_of(compat.spec_of(self))  # type: ignore[return-value]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -92,7 +92,7 @@ class RowsTensor(DTensor):
         """The whole tensor in its original order, on every rank; differentiable."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Full.apply(self)  # type: ignore[no-any-return, no-untyped-call]
-        return _gathered(self)
+        return gathered(self)
 
     def redistribute(  # type: ignore[override]
         self,
@@ -114,58 +114,6 @@ class RowsTensor(DTensor):
             return compat.local_of(self)
         return _Local.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties = TensorProperties.create_from_tensor(compat.local_of(self))
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        # ranks that share rows must name the same chunks: a checkpoint's may not overlap
-        return [
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes, _ in chunks(self)
-        ]
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        dim = self.rows.dim
-        for offsets, sizes, at in chunks(self):
-            if index.offset is None or tuple(index.offset) == tuple(offsets):
-                return compat.local_of(self).narrow(dim, at, sizes[dim])
-        raise ValueError(f"no rows of this rank begin at {index.offset}")
-
-
-class View(DTensor):
-    """A view of a gathered ``RowsTensor``: to be read only, as nothing written here gets back."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if any(isinstance(t, View) for t in compat.written_by(func, args, kwargs)):
-            raise RuntimeError(
-                f"{func}: this is a view of a parameter of which each rank holds rows that do not "
-                "follow each other, or that other ranks hold too; a write to it would be lost. "
-                "Change a copy of full_tensor() and load that, or change the parameter as a whole"
-            )
-        out = func(*tree_map(_unviewed, args), **tree_map(_unviewed, kwargs))
-        return _as_views(out) if compat.is_view(func) else out
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
-        return compat.unflattened(View, inner, context, size, stride)
-
 
 torch.serialization.add_safe_globals([RowsTensor, Rows])  # torch.load, as for other DTensors
 
@@ -180,24 +128,6 @@ def rows_like(local: torch.Tensor, origin: DTensor) -> RowsTensor:
 def taken(whole: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
     """The DTensor of that spec whose values every rank has in ``whole``; differentiable."""
     return _Taken.apply(whole, spec)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def scattered(
-    value: torch.Tensor, mesh: DeviceMesh, rows: Rows, source: int | None
-) -> torch.Tensor:
-    """This rank's rows of ``value``: of rank ``source``'s value, or (None) of its own; a copy."""
-    rank = mesh.get_local_rank()
-    if source is None or value.is_meta:
-        local = rows.take(value, rank)
-        return local if value.is_meta else local.to(mesh.device_type)
-    shards = None
-    if rank == source:
-        shards = [rows.take(value, r).to(mesh.device_type) for r in range(mesh.size())]
-    shape = list(value.shape)
-    shape[rows.dim] = rows.length(rank)
-    local = value.new_empty(shape, device=mesh.device_type) if shards is None else shards[rank]
-    dist.scatter(local, shards, group=mesh.get_group(), group_src=source)
-    return local
 
 
 # --- which ops work on what
@@ -302,7 +232,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         origin = wholes[id(t)][1]
         if t.shape != origin.shape:
             raise NotImplementedError(f"{func} would change the shape of a {type(origin).__name__}")
-        local = _cut(compat.local_of(t), origin, synchronized=drawn)
+        local = cut(compat.local_of(t), origin, synchronized=drawn)
         compat.local_of(origin).copy_(local)
 
     def back(t: Any) -> Any:
@@ -310,11 +240,11 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
             return wholes[id(t)][1]
         origin = next(iter(wholes.values()))[1]
         if drawn and isinstance(t, DTensor) and t.shape == origin.shape:
-            return _like(_cut(compat.local_of(t), origin, synchronized=True), origin)
+            return _like(cut(compat.local_of(t), origin, synchronized=True), origin)
         return t
 
     out = tree_map(back, out)
-    return _as_views(out) if compat.is_view(func) and not written else out
+    return as_views(out) if compat.is_view(func) and not written else out
 
 
 def _matched(t: Any, origin: Any) -> Any:
@@ -332,9 +262,9 @@ def _twin(t: DTensor, origin: RowsTensor) -> DTensor:
     """The rows of ``t`` that ``origin`` has, as an ordinary shard."""
     if isinstance(t, RowsTensor) and t.placements == origin.placements:
         return _as_shard(t, compat.local_of(t))
-    if t.placements[0].is_replicate() and t.device_mesh.ndim == 1:
-        return _as_shard(origin, _cut(compat.local_of(t), origin))
-    return _as_shard(origin, _cut(t.full_tensor(), origin))
+    if is_whole(t):
+        return _as_shard(origin, cut(compat.local_of(t), origin))
+    return _as_shard(origin, cut(t.full_tensor(), origin))
 
 
 def _like(local: torch.Tensor, origin: RowsTensor) -> RowsTensor:
@@ -383,42 +313,7 @@ def _owned(t: Any) -> Any:
 
 def _replicated(t: RowsTensor) -> DTensor:
     kinds = [Replicate()] * t.device_mesh.ndim
-    return compat.dtensor(_gathered(t), compat.dtensor_spec(t.device_mesh, kinds, t.shape, t.dtype))
-
-
-def _unviewed(t: Any) -> Any:
-    return compat.dtensor(compat.local_of(t), compat.spec_of(t)) if isinstance(t, View) else t
-
-
-def _as_views(out: Any) -> Any:
-    def viewed(t: Any) -> Any:
-        plain = type(t) is DTensor
-        return compat.dtensor(compat.local_of(t), compat.spec_of(t), View) if plain else t
-
-    return tree_map(viewed, out)
-
-
-def _gathered(t: RowsTensor) -> torch.Tensor:
-    local, rows, mesh = compat.local_of(t).detach(), t.rows, t.device_mesh
-    shape = list(t.shape)
-    length = shape[rows.dim] = rows.length()
-    if mesh.ndim > 1:
-        outer = mesh[mesh.mesh_dim_names[:-1]]  # type: ignore[index]
-        spec = compat.dtensor_spec(outer, t.placements[:-1], shape, local.dtype)
-        local = compat.dtensor(local, spec).full_tensor()
-    tp = tp_mesh(t)
-    everyone = all_gather(local, rows.dim, length * tp.size(), Group.of(tp), _GATHER)
-    whole = local.new_empty(t.shape)
-    for rank in range(tp.size()):
-        rows.put(whole, everyone.narrow(rows.dim, rank * length, length), rank)
-    return whole
-
-
-def _cut(whole: torch.Tensor, origin: RowsTensor, synchronized: bool = False) -> torch.Tensor:
-    """What this rank holds of ``whole``; ``synchronized``: of the first tp rank's."""
-    if synchronized:
-        return narrowed(scattered(whole, tp_mesh(origin), origin.rows, 0), origin)
-    return part_of(whole, origin)
+    return compat.dtensor(gathered(t), compat.dtensor_spec(t.device_mesh, kinds, t.shape, t.dtype))
 
 
 # what is forward in one is backward in the other, so gradients of gradients are right as well
@@ -428,7 +323,7 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: RowsTensor) -> torch.Tensor:
         ctx.spec = compat.spec_of(t)
-        return _gathered(t)
+        return gathered(t)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RowsTensor:  # type: ignore[override]
@@ -439,7 +334,7 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
         ctx.set_materialize_grads(False)  # of a parameter that is not used there is none
-        kind = RowsTensor if isinstance(spec.placements[-1], Rows) else DTensor
+        kind = DTensor if ranges_of(spec) is None else RowsTensor
         local = part_of(whole, compat.dtensor(whole.new_empty(()), spec, kind))
         spec = compat.dtensor_spec(spec.mesh, spec.placements, whole.shape, whole.dtype)
         return compat.dtensor(local, spec, kind)

@@ -23,95 +23,17 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tpplan import compat
-from tpplan.comm.collectives import Group, Site, all_gather, all_reduce, chunk, pad
-from tpplan.comm.conjugates import Transition, join, split
+from tpplan.comm.collectives import Group, Site, all_reduce, pad
+from tpplan.comm.conjugates import join, split
+from tpplan.comm.placements import dim_of, is_cut, is_whole
 from tpplan.comm.randomness import Randomness
 from tpplan.comm.rowwise import DRAWING, Call, Rowwise, rowwise
-from tpplan.compat import local_of, spec_of
-
-# what every backend sends; others are sent as bytes
-_SENT = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64})
+from tpplan.comm.source import SENT, Rooted, Source, Whole, wrapped
+from tpplan.compat import local_of
 
 
-class Source:
-    """Where sharded tensors come from, which all that is computed from them refer to.
-
-    Attributes:
-        mesh: of the ranks that hold the parts; group: these ranks.
-        site: what a gather is reported under.
-        randomness: the random sequences of this rank.
-        kind: the class of these tensors.
-        specs: those that were made, as making one takes long.
-    """
-
-    __slots__ = ("group", "kind", "mesh", "randomness", "site", "specs")
-
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        group: Group,
-        site: Site,
-        randomness: Randomness,
-        kind: type[Sharded] | None = None,
-    ) -> None:
-        self.mesh, self.group = mesh, group
-        self.site, self.randomness = site, randomness
-        self.kind = kind or Sharded
-        self.specs: dict[tuple[Any, ...], compat.DTensorSpec] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Source:
-        return self
-
-    @property
-    def transition(self) -> Transition:
-        """From rows to the whole tensor, and back."""
-        return Transition(self.group, self.site, self.site)
-
-    def rows(self, length: int) -> tuple[int, int]:
-        """The first of this rank's rows of ``length``, and how many they are."""
-        each = chunk(length, self.group.size)
-        start = min(each * self.group.rank, length)
-        return start, min(each, length - start)
-
-    def unpadded(self, rows: torch.Tensor, length: int, dim: int) -> torch.Tensor:
-        """``rows`` without the padding that makes all ranks' as many."""
-        count = rows.size(dim)
-        mine = min(count, self.rows(length)[1])
-        return rows if mine == count else rows.narrow(dim, 0, mine).contiguous()
-
-    def spec(self, rows: torch.Tensor, length: int, dim: int) -> compat.DTensorSpec:
-        """Of a contiguous tensor that is ``length`` along ``dim``, and else as its ``rows``."""
-        shape = list(rows.shape)
-        shape[dim] = length
-        key = (*shape, dim, rows.dtype)
-        spec = self.specs.get(key)
-        if spec is None:
-            if len(self.specs) > 64:  # lengths change at every step of a decoding loop
-                self.specs.clear()
-            spec = compat.dtensor_spec(self.mesh, (Shard(dim),), shape, rows.dtype)
-            if type(spec.placements[0]) is Shard:  # and not what stands for one in a trace
-                self.specs[key] = spec
-        return spec
-
-    def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's rows of a whole tensor."""
-        return whole.narrow(dim, *self.rows(whole.size(dim)))
-
-    def gathered(self, rows: torch.Tensor, dim: int, length: int, why: str) -> torch.Tensor:
-        """The whole tensor of this rank's rows, without autograd."""
-        site = replace(self.site, reason=f"{self.site.reason} for {why}")
-        dtype = rows.dtype
-        sent = rows if dtype in _SENT else rows.contiguous().unsqueeze(-1).view(torch.uint8)
-        sent = pad(sent, dim, chunk(length, self.group.size))
-        whole = all_gather(sent, dim, length, self.group, site)
-        return whole if dtype in _SENT else whole.contiguous().view(dtype).squeeze(-1)
-
-
-class Sharded(DTensor):
+class Sharded(Rooted):
     """A DTensor sharded along one dimension, for code that was written for whole tensors."""
-
-    _tpplan_whole: Whole | None = None
-    _tpplan_writes: list[int] | None = None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -124,7 +46,7 @@ class Sharded(DTensor):
         return compat.unflattened(Sharded, inner, context, size, stride)
 
     @functools.cached_property
-    def _tpplan_source(self) -> Source:
+    def _tpplan_source(self) -> Source:  # type: ignore[override]
         return source_on(self.device_mesh)  # of one that torch.compile put together
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -163,75 +85,12 @@ class Window(DTensor):
         return self.clone()
 
 
-class Whole:
-    """A sharded tensor gathered, and what keeps the two alike."""
-
-    __slots__ = ("_seen", "rows", "source", "tensor", "writes")
-
-    def __init__(self, x: Sharded, why: str) -> None:
-        # not x, which refers to this
-        self.source = x._tpplan_source
-        self.rows = wrapped(local_of(x), self.source, spec_of(x))
-        self.writes = x._tpplan_writes = x._tpplan_writes or [0]
-        self.tensor = self._gathered(why)
-        self._seen = self._version()
-
-    @staticmethod
-    def of(x: Sharded, why: str, again: bool) -> Whole:
-        """What ``x`` is, whole: kept with it where a gradient will ask for it ``again``."""
-        kept = x._tpplan_whole
-        if kept is not None and kept._seen == kept._version():
-            return kept
-        made = Whole(x, why)
-        if again:
-            x._tpplan_whole = made
-        return made
-
-    def _gathered(self, why: str) -> torch.Tensor:
-        x, dim = self.rows, dim_of(self.rows)
-        made = self.source.gathered(local_of(x), dim, x.size(dim), why)
-        if made.is_contiguous() or not x.is_contiguous():
-            return made
-        return made.contiguous()  # kernels rely on what x says of itself
-
-    def _version(self) -> tuple[int, int]:
-        # ops on a sharded tensor do not count in its rows' version, direct ones do
-        rows = local_of(self.rows)
-        return self.writes[0], 0 if rows.is_inference() else rows._version
-
-    def refresh(self, why: str) -> None:
-        """Take over what was written to the rows."""
-        if self._seen != self._version():
-            self.tensor.copy_(self._gathered(why))
-            self._seen = self._version()
-
-    def write_back(self) -> None:
-        """Give the rows what was written to the whole."""
-        local_of(self.rows).copy_(self.source.own(self.tensor, dim_of(self.rows)))
-        self.writes[0] += 1
-        self._seen = self._version()
-
-
 @functools.cache
 def source_on(mesh: DeviceMesh) -> Source:
     """Of tensors that do not know theirs."""
     group = Group.of(mesh)
     site = Site("", "a sharded tensor, gathered")
-    return Source(mesh, group, site, Randomness(group.rank, mesh.device_type))
-
-
-def dim_of(x: DTensor) -> int:
-    """The dimension along which ``x`` is sharded."""
-    placement = x.placements[0]
-    assert isinstance(placement, Shard)
-    return placement.dim
-
-
-def wrapped(rows: torch.Tensor, source: Source, spec: compat.DTensorSpec) -> Sharded:
-    """``rows`` of this rank as a tensor of the shape in ``spec``; outside autograd."""
-    x = compat.dtensor(rows, spec, source.kind)
-    x._tpplan_source = source  # type: ignore[attr-defined]
-    return x  # type: ignore[return-value]
+    return Source(group, site, Randomness(group.rank, mesh.device_type), Sharded)
 
 
 def window(view: torch.Tensor, whole: Whole) -> Window:
@@ -249,7 +108,7 @@ def whole_of(rows: torch.Tensor, source: Source, length: int, dim: int) -> Shard
 
 
 def _made(rows: torch.Tensor, source: Source, length: int, dim: int) -> Sharded:
-    return wrapped(source.unpadded(rows, length, dim), source, source.spec(rows, length, dim))
+    return wrapped(source.unpadded(rows, length, dim), source, source.spec(rows, length, dim))  # type: ignore[return-value]
 
 
 def rows_of(x: DTensor, count: int | None = None, source: Source | None = None) -> torch.Tensor:
@@ -264,7 +123,7 @@ def rows_in(grad: torch.Tensor, dim: int, count: int, source: Source) -> torch.T
     """The rows, padded to ``count``, of whatever a gradient came as; differentiable."""
     if isinstance(grad, DTensor):
         ours = isinstance(grad, Sharded) or compat.mesh_of(grad) == source.mesh
-        if ours and grad.placements[0] == Shard(dim):
+        if ours and is_cut(grad, dim):
             # one that users made of their rows as well: torch cuts as ``Source.rows`` does
             rows = grad.to_local() if compat.differentiates_backward() else local_of(grad)
             return pad(rows, dim, count)
@@ -360,7 +219,7 @@ class _Op:
             t._tpplan_whole.refresh(self.name)
             plain = local_of(t)
         else:
-            plain = local_of(t) if t.placements[0].is_replicate() else t.full_tensor()
+            plain = local_of(t) if is_whole(t) else t.full_tensor()
         self._origins[id(plain)] = plain, t
         return plain
 
@@ -415,7 +274,7 @@ class _Op:
     @staticmethod
     def _fits(t: torch.Tensor, plan: Rowwise, length: int) -> bool:
         if plan.summed:
-            return t.dtype in _SENT
+            return t.dtype in SENT
         if plan.at is None:
             return True
         at = plan.at(t.dim())

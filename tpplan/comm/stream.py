@@ -24,8 +24,10 @@ from tpplan import compat
 from tpplan.comm import traced
 from tpplan.comm.collectives import Group, Site, chunk, pad
 from tpplan.comm.conjugates import Transition, join, split
+from tpplan.comm.placements import is_cut
 from tpplan.comm.randomness import Randomness
-from tpplan.comm.sharded import Sharded, Source, Window, rows_of, whole_of
+from tpplan.comm.sharded import Sharded, Window, rows_of, whole_of
+from tpplan.comm.source import Source
 
 # runs that are remembered, for code of theirs that backward recomputes: of the last forwards
 _REMEMBERED = 16384
@@ -96,7 +98,7 @@ class Stream:
         self.whole_results = True
         self.randomness = Randomness(self.group.rank, mesh.device_type)
         site = Site("", "the stream, gathered")
-        self.source = Source(mesh, self.group, site, self.randomness)
+        self.source = Source(self.group, site, self.randomness, Sharded)
         self.anchor = traced.anchor(self.source)
         self._start()
 
@@ -188,7 +190,7 @@ class Stream:
 
     def is_sharded(self, x: object) -> bool:
         """Whether ``x`` is the stream in its global form."""
-        return isinstance(x, DTensor) and x.placements[0] == Shard(self.dim)
+        return isinstance(x, DTensor) and is_cut(x, self.dim)
 
     def to_local(self, x: DTensor) -> torch.Tensor:
         """The plain padded chunk of a DTensor stream; one of other placements is redistributed."""

@@ -12,7 +12,8 @@ from torch.distributed.tensor import Shard
 
 from tpplan import compat
 from tpplan.comm.conjugates import split
-from tpplan.comm.sharded import Sharded, Source, wrapped
+from tpplan.comm.sharded import Sharded
+from tpplan.comm.source import Source, wrapped
 
 _library = torch.library.Library("tpplan", "FRAGMENT")
 _library.define("whole_of(Tensor rows, Tensor like, int dim, int length) -> Tensor")
@@ -23,7 +24,7 @@ def anchor(source: Source) -> Sharded:
     """A tensor that says of others which source they have."""
     mesh = source.mesh
     spec = compat.dtensor_spec(mesh, (Shard(0),), [source.group.size], torch.float32)
-    return wrapped(torch.zeros(1, device=mesh.device_type), source, spec)
+    return wrapped(torch.zeros(1, device=mesh.device_type), source, spec)  # type: ignore[return-value]
 
 
 def whole_of(rows: torch.Tensor, like: Sharded, length: int, dim: int) -> Sharded:

@@ -126,7 +126,7 @@ def unflattened(kind: type[DTensor], inner: Any, context: Any, size: Any, stride
 
 
 def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
-    """Have FSDP2 build DTensors whose last placement is of class ``placement`` as ``kind``.
+    """Have FSDP2 build DTensors of which a placement is of class ``placement`` as ``kind``.
 
     It takes parameters and gradients apart and builds plain DTensors from their specs, which would
     have the placement, but not what goes with it.
@@ -138,7 +138,7 @@ def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
         return
 
     def built(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-        if isinstance(spec.placements[-1], placement):
+        if any(isinstance(kind, placement) for kind in spec.placements):
             return torch.Tensor._dtensor__new__(  # type: ignore[attr-defined, no-any-return]
                 kind, local, spec, requires_grad=local.requires_grad
             )

@@ -62,12 +62,13 @@ def forward_chunks(
     lanes = tl.arange(0, BLOCK)
     mean = 0.0
     rest = 0.0
+    given = x + row * x_row
     if CENTRED or ADDS:
         sums = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, h, BLOCK):
             columns = start + lanes
             inside = columns < h
-            values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+            values = tl.load(given + columns, mask=inside, other=0.0).to(tl.float32)
             if ADDS:
                 more = tl.load(residual + row * r_row + columns, mask=inside, other=0.0)
                 values += more.to(tl.float32)
@@ -76,15 +77,15 @@ def forward_chunks(
             sums += values
         if CENTRED:
             mean = tl.sum(sums, 0) / h
+    summed = given
+    if ADDS:
+        summed = total + row * h
     squares = tl.zeros((BLOCK,), tl.float32)
     left = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, h, BLOCK):
         columns = start + lanes
         inside = columns < h
-        if ADDS:
-            values = tl.load(total + row * h + columns, mask=inside, other=0.0).to(tl.float32)
-        else:
-            values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(summed + columns, mask=inside, other=0.0).to(tl.float32)
         centred = tl.where(inside, values - mean, 0.0)
         squares += centred * centred
         left += centred
@@ -99,10 +100,7 @@ def forward_chunks(
     for start in range(0, h, BLOCK):
         columns = start + lanes
         inside = columns < h
-        if ADDS:
-            values = tl.load(total + row * h + columns, mask=inside, other=0.0).to(tl.float32)
-        else:
-            values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(summed + columns, mask=inside, other=0.0).to(tl.float32)
         unit = (values - mean - rest) * rstd
         if EARLY:
             unit = unit.to(x.dtype.element_ty).to(tl.float32)

@@ -94,7 +94,6 @@ KERNEL_KINDS: Mapping[str, str] = {
     "gelu": "GeLU with its bias",
     "swiglu": "SiLU-gated product",
     "geglu": "GeLU-gated product",
-    "residual_norm": "residual addition with the norm after it",
     "cross_entropy": "vocab-parallel cross entropy",
     "embedding": "masked vocab-parallel lookup",
     "sequence_transition": "layout changes around sequence-parallel collectives",

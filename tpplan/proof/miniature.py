@@ -46,7 +46,8 @@ class Thin:
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``x`` (..., in) times ``weight``, (out, rank) or (rank, in), and the factor."""
+        """``x`` (..., in) times ``weight``, as it is stored, and the factor."""
+        weight = weight.t() if self.transposed else weight
         out = (
             F.linear(x @ self.factor, weight) if self.before else F.linear(x, weight) @ self.factor
         )
@@ -283,8 +284,7 @@ class _Product(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self._parameters["weight"]
         assert weight is not None
-        oriented = weight.t() if self._tpplan_project.transposed else weight
-        return self._tpplan_project(input, oriented, self._parameters.get("bias"))
+        return self._tpplan_project(input, weight, self._parameters.get("bias"))
 
 
 class _Table(nn.Embedding):

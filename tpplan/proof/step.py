@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tpplan.comm.placements import along_tp
 from tpplan.compat import local_of, unmoded
 from tpplan.layout import Rows
 from tpplan.proof.calls import Call
@@ -196,7 +197,7 @@ def _error(whole: torch.Tensor, ours: torch.Tensor, scale: float, rank: int, tp:
     if whole.shape != ours.shape:
         return float("inf")
     if isinstance(ours, DTensor):
-        placement = ours.placements[0]
+        placement = along_tp(ours)
         if isinstance(placement, Rows):
             whole = placement.take(whole, rank)
         elif isinstance(placement, Shard):

@@ -13,7 +13,7 @@ from tpplan.kernels.launch import chosen
 from tpplan.planner import CompiledPlan
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.holders import Undo, replace, require_whole
-from tpplan.rewrite.streams import OwnMembers
+from tpplan.rewrite.members import OwnMembers
 from tpplan.rewrite.styles import PlannedStyle, swap_kernels
 from tpplan.styles import named
 

@@ -36,7 +36,7 @@ class MultiheadAttention(Lowered, nn.MultiheadAttention):
             ValueError: for weights of single heads, which are on different ranks.
         """
         state = self._tpplan
-        size = state.stream.group.size
+        size = state.transition.group.size
         if need_weights and not average_attn_weights:
             raise ValueError(
                 f"{state.plan.path}: each rank has the attention weights of its own heads only; "
@@ -59,7 +59,7 @@ class MultiheadAttention(Lowered, nn.MultiheadAttention):
         projection = self.out_proj
         assert isinstance(projection, Lowered)
         weight, *bias = projection._locals()
-        return reduced(self, F.linear(out, weight), bias), weights
+        return reduced(self, projection._tpplan_project(out, weight), bias), weights
 
     def _mask(
         self,
@@ -70,11 +70,11 @@ class MultiheadAttention(Lowered, nn.MultiheadAttention):
         unbatched: bool,
     ) -> torch.Tensor | None:
         """Both masks as one that is added, of shape ([batch], heads or 1, target, source)."""
-        plan, stream = self._tpplan.plan, self._tpplan.stream
+        state = self._tpplan
 
         def own(mask: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
             if mask is not None:
-                mask = own_part(mask, dim, heads * stream.group.size, stream, plan.path)
+                mask = own_part(mask, dim, heads * state.transition.group.size, state)
             return _added(mask, dtype)
 
         of_heads = attn_mask is not None and attn_mask.dim() == 3  # (batch * heads, target, source)
@@ -90,18 +90,19 @@ class MultiheadAttention(Lowered, nn.MultiheadAttention):
     def _projected(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        project = self._tpplan_project
         own = dict(zip(self._tpplan.own.names, self._locals(), strict=True))
         bias = own.get("in_proj_bias")
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         if "in_proj_weight" in own:
             weights = own["in_proj_weight"].chunk(3)
             if query is key and key is value:
-                q, k, v = F.linear(query, own["in_proj_weight"], bias).chunk(3, -1)
+                q, k, v = project(query, own["in_proj_weight"], bias).chunk(3, -1)
                 return q, k, v
         else:
             weights = tuple(own[f"{name}_proj_weight"] for name in "qkv")
         given = (query, key, value)
-        q, k, v = (F.linear(x, w, b) for x, w, b in zip(given, weights, biases, strict=True))
+        q, k, v = (project(x, w, b) for x, w, b in zip(given, weights, biases, strict=True))
         return q, k, v
 
 

@@ -68,7 +68,7 @@ class Draws(Lowered):
                 return super().forward(input)
         if getattr(type(self).__bases__[-1], "forward", None) is not nn.Dropout.forward:
             self._refuse_compilation()
-        return part_of_dropout(input, self.p, self._tpplan.stream.group)
+        return part_of_dropout(input, self.p, self._tpplan.transition.group)
 
     def _refuse_compilation(self) -> NoReturn:
         raise RuntimeError(

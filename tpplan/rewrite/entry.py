@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.comm import Stream, Transition, copy_in, gather_in
+from tpplan.comm.placements import is_whole
 from tpplan.comm.stream import version_of
 
 
@@ -43,7 +44,7 @@ class Entry:
         """
         if self.members == 1 or stream.shared is None or torch.compiler.is_compiling():
             return self._entered(x, stream, length)
-        autocast = torch.is_autocast_enabled(stream.mesh.device_type)
+        autocast = torch.is_autocast_enabled(self.transition.group.mesh.device_type)
         state = (version_of(x), torch.is_grad_enabled(), autocast)
         given, seen, result, taken = stream.shared.pop(self, (None, None, None, 0))
         if given is not x or seen != state or result is None:
@@ -55,18 +56,18 @@ class Entry:
     def _entered(self, x: torch.Tensor, stream: Stream, length: int | None) -> torch.Tensor:
         if isinstance(x, DTensor):
             if stream.is_sharded(x):
-                return self._gathered(stream.to_local(x), stream.dim, x.size(stream.dim), stream)
-            if x.placements[0] != Replicate():
+                return self._gathered(stream.to_local(x), stream.dim, x.size(stream.dim))
+            if not is_whole(x):
                 x = x.redistribute(placements=[Replicate()])
             return copy_in(x.to_local(), self.transition)
         if length is not None and not self.whole:
             if x.dim() <= stream.dim + 1:  # tokens without their batch: every rank's, one by one
-                return self._gathered(x, 0, x.size(0) * stream.group.size, stream)
-            return self._gathered(x, stream.dim, length, stream)
+                return self._gathered(x, 0, x.size(0) * self.transition.group.size)
+            return self._gathered(x, stream.dim, length)
         return copy_in(x, self.transition)
 
-    def _gathered(self, x: torch.Tensor, dim: int, length: int, stream: Stream) -> torch.Tensor:
-        device, dtype = stream.mesh.device_type, None
+    def _gathered(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        device, dtype = self.transition.group.mesh.device_type, None
         if self.projections and x.dtype == torch.float32 and torch.is_autocast_enabled(device):
             # before it is sent: half the bytes, and one cast for all that read it
             dtype = torch.get_autocast_dtype(device)

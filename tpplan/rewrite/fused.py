@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tpplan import compat
@@ -17,6 +16,7 @@ from tpplan.kernels.norm import norm
 from tpplan.observe.forms import GatedForm, GeluForm, NormForm, UnbiasedForm
 from tpplan.planner import KernelChoice
 from tpplan.rewrite.lowered import State, looks
+from tpplan.rewrite.projection import Projection
 
 
 @dataclass
@@ -32,6 +32,12 @@ class Swapped:
     kernel: KernelChoice | None
     partner: Any = None
     running: int = 0
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the module's weight is stored (in, out)."""
+        form = None if self.kernel is None else self.kernel.form
+        return isinstance(form, UnbiasedForm) and form.transposed
 
 
 @dataclass
@@ -90,6 +96,7 @@ class Fused(nn.Module):
     """Base of the classes that modules with a fused kernel take on."""
 
     _tpplan: State | Swapped
+    _tpplan_project: Projection
 
     @property
     def _form(self) -> Any:
@@ -122,7 +129,7 @@ def _own(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
     """The parameters of a module with a fused kernel, as local tensors."""
     state = module._tpplan
     if isinstance(state, State):
-        return dict(zip(state.own.names, state.own.read(module, state.stream), strict=True))
+        return dict(zip(state.own.names, state.own.read(module), strict=True))
     return module._parameters
 
 
@@ -180,14 +187,13 @@ class Unbiased(Fused):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The columns of ``input``, biases left out."""
-        form: UnbiasedForm = self._form
         link: Link = self._tpplan.partner
         link.fused = link.due = self._tpplan_is_run() and link.holds(self)
         if not link.fused:
             return super().forward(input)  # type: ignore[no-any-return, misc]
         weight = _own(self)["weight"]
         assert weight is not None
-        return F.linear(input, weight.t() if form.transposed else weight)
+        return self._tpplan_project(input, weight)
 
     @classmethod
     def _tpplan_partner(cls, path: str, module: nn.Module, form: Any, model: nn.Module) -> Link:

@@ -8,31 +8,29 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tpplan.comm import Site, Stream, Transition, copy_in, split
+from tpplan.comm import Site, Transition, copy_in, split
 from tpplan.comm.stream import version_of
 from tpplan.planner.replay import heads_of, own_heads
-from tpplan.rewrite.lowered import Lowered
+from tpplan.rewrite.lowered import Lowered, State
 
 
-def own_part(
-    x: torch.Tensor, dim: int | None, heads: int, stream: Stream, path: str
-) -> torch.Tensor:
+def own_part(x: torch.Tensor, dim: int | None, heads: int, state: State) -> torch.Tensor:
     """This rank's heads of ``x``, along ``dim``; all of it where it holds one for all of them.
 
     Where gradients are asked of it, they are what all heads make of them, on every rank: parts are
     put together, what is for all heads is summed. Modules that are given the same tensor in one
     forward share its part, and what that sends.
     """
-    group = stream.group
+    group = state.transition.group
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x if dim is None else heads_of(x, dim, heads, group.rank, group.size)
-    shared = None if torch.compiler.is_compiling() else stream.shared
+    shared = None if torch.compiler.is_compiling() else state.stream.shared
     key = own_part, id(x), dim, heads
     if shared is not None and key in shared:
         given, version, own, changed = shared[key]
         if given is x and version == version_of(x) and changed == version_of(own):
             return own  # type: ignore[no-any-return]
-    site = Site(path, "gradient of what is given for all heads")
+    site = Site(state.plan.path, "gradient of what is given for all heads")
     transition = Transition(group, site, site)
     whole = x.full_tensor() if isinstance(x, DTensor) else x
     if dim is None or x.size(dim) == 1:
@@ -48,9 +46,7 @@ class HeadInputs(Lowered):
     """Takes its own heads of the arguments that hold something for every head."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plan = self._tpplan.plan
-        cut = functools.partial(
-            own_part, heads=plan.heads, stream=self._tpplan.stream, path=plan.path
-        )
-        args, kwargs = own_heads(plan, cut, args, kwargs)
+        state = self._tpplan
+        cut = functools.partial(own_part, heads=state.plan.heads, state=state)
+        args, kwargs = own_heads(state.plan, cut, args, kwargs)
         return super().forward(*args, **kwargs)

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from tpplan.comm import join, reduce_out, scatter_out
+from tpplan.comm import chunk, join, reduce_out, scatter_out
 from tpplan.rewrite.lowered import Lowered
 
 
@@ -22,7 +22,7 @@ class Colwise(Lowered):
             with self._tpplan_whole():
                 return super().forward(input)  # type: ignore[no-any-return, misc]
         weight, *bias = self._locals()
-        return self._tpplan_project(input, weight.t() if state.plan.transposed else weight, *bias)
+        return self._tpplan_project(input, weight, *bias)
 
 
 class Rowwise(Lowered):
@@ -40,10 +40,8 @@ class Rowwise(Lowered):
         return self._tpplan_summed(input)
 
     def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
-        state = self._tpplan
         weight, *bias = self._locals()
-        partial = self._tpplan_project(input, weight.t() if state.plan.transposed else weight)
-        return reduced(self, partial, bias)
+        return reduced(self, self._tpplan_project(input, weight), bias)
 
 
 class RowwiseScattered(Lowered):
@@ -56,9 +54,9 @@ class RowwiseScattered(Lowered):
             with self._tpplan_whole():
                 return super().forward(input)  # type: ignore[no-any-return, misc]
         weight, *bias = self._locals()
-        partial = self._tpplan_project(input, weight.t() if state.plan.transposed else weight)
+        partial = self._tpplan_project(input, weight)
         out = scatter_out(partial, partial.dim() - 1, state.transition)
-        first = out.size(-1) * state.stream.group.rank
+        first = out.size(-1) * state.transition.group.rank
         for whole in bias:
             out = out + whole.narrow(0, first, out.size(-1)).to(out.dtype)
         return out
@@ -76,7 +74,7 @@ class RowwiseTogether(Rowwise):
         state = self._tpplan
         stream, partners = state.stream, state.plan.together
         weight, *bias = self._locals()
-        partial = self._tpplan_project(input, weight.t() if state.plan.transposed else weight)
+        partial = self._tpplan_project(input, weight)
         parts = stream.parts
         if parts is None or parts.grad is not torch.is_grad_enabled():
             return reduced(self, partial, bias)
@@ -89,7 +87,7 @@ class RowwiseTogether(Rowwise):
             rows = list(partial.shape)
             if stream.sequence_parallel and stream.length is not None:
                 dim = min(stream.dim, partial.dim() - 2)
-                rows[dim] = -(-rows[dim] // stream.group.size)
+                rows[dim] = chunk(rows[dim], state.transition.group.size)
             return partial.new_zeros(()).expand(rows)
         return reduced(self, partial, biases)
 

@@ -15,7 +15,9 @@ from torch.nn import _reduction
 
 from tpplan.comm import Site, Stream, Transition, chunk, join
 from tpplan.comm.cross_entropy import Vocabulary, cross_entropy
-from tpplan.comm.sharded import Sharded, Source, dim_of, rows_of, whole_of
+from tpplan.comm.placements import dim_of
+from tpplan.comm.sharded import Sharded, rows_of, whole_of
+from tpplan.comm.source import Source
 from tpplan.comm.stream import chunk_of, version_of
 
 
@@ -33,7 +35,7 @@ class Origin(Source):
     __slots__ = ("classes", "head", "output", "scored", "stream")
 
     def __init__(self, stream: Stream, head: Transition, classes: int, output: object) -> None:
-        super().__init__(stream.mesh, stream.group, head.forward, stream.randomness, Logits)
+        super().__init__(head.group, head.forward, stream.randomness, Logits)
         self.specs = stream.source.specs
         self.stream, self.head = stream, head
         self.classes, self.output = classes, output

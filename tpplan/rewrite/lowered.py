@@ -12,10 +12,9 @@ import copy
 import functools
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +24,7 @@ from tpplan.comm.distribute import loaded
 from tpplan.planner import ModulePlan
 from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.parameters import Marks, Own, is_installed
+from tpplan.rewrite.projection import Projection, projection
 
 
 def passive(hook: Any) -> Any:
@@ -36,6 +36,14 @@ def passive(hook: Any) -> Any:
 def looks(hooks: Any) -> bool:
     """Whether some of a module's table of ``hooks`` may look at tensors."""
     return any(not getattr(hook, "_tpplan_passive", False) for hook in hooks.values())
+
+
+class Known(Protocol):
+    """What a module knows on which roles are put, rewritten or with a kernel only."""
+
+    @property
+    def transposed(self) -> bool:
+        """Whether its weight is stored (in, out)."""
 
 
 class State:
@@ -83,6 +91,11 @@ class State:
         return twin
 
     @property
+    def transposed(self) -> bool:
+        """Whether the module's weight is stored (in, out)."""
+        return self.plan.transposed
+
+    @property
     def length(self) -> int | None:
         """The global sequence length where an element of the stack runs the module, else None."""
         length = self.stream.length
@@ -106,16 +119,10 @@ class Lowered(nn.Module):
     """Base of the classes that rewritten modules take on. Never instantiated itself."""
 
     _tpplan: State
+    _tpplan_project: Projection
 
     def _locals(self) -> Sequence[torch.Tensor]:
-        state = self._tpplan
-        return state.own.read(self, state.stream)
-
-    def _tpplan_project(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """``x`` (..., in) times ``weight`` (out, in): how every role multiplies."""
-        return F.linear(x, weight, bias)
+        return self._tpplan.own.read(self)
 
     def _tpplan_widen(self, rows: torch.Tensor) -> torch.Tensor:
         """What a table gives for rows of its weight."""
@@ -210,7 +217,7 @@ def _blank(*origin: Any) -> nn.Module:
 def lower(
     module: nn.Module,
     roles: Sequence[type[nn.Module]],
-    state: object,
+    state: Known,
     inner: type[Lowered] | None = None,
 ) -> None:
     """Give ``module`` the classes ``roles`` (the outermost first) in front of its own.
@@ -222,6 +229,8 @@ def lower(
     """
     module.__class__ = _class(tuple(roles), type(module), inner)  # type: ignore[arg-type]
     object.__setattr__(module, "_tpplan", state)
+    # the proof puts another there
+    vars(module).setdefault("_tpplan_project", projection(state.transposed))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from tpplan import compat
-from tpplan.comm import Site, Stream, localize
+from tpplan.comm import Group, Site, localize
 from tpplan.comm.distribute import placed
 from tpplan.comm.stream import version_of
 
@@ -46,11 +46,13 @@ class Own:
         names: of the parameters, in the order computation wants them.
         specs: for each, how it was planned to be placed.
         summed: for each, whether its gradient is summed over the ranks.
+        group: the ranks; of a module that has parameters.
         site: what a summing collective is reported under when the module is on its own.
         mates: the modules of which each rank runs one, in the order of the ranks, this one among
             them (a module for each head); none where every rank runs this one.
     """
 
+    group: Group
     mates: tuple[tuple[nn.Module, Own], ...] = ()
 
     def __init__(
@@ -64,6 +66,8 @@ class Own:
         self.specs = tuple(compat.spec_of(module._parameters[name]) for name in names)  # type: ignore[arg-type]
         self.summed = tuple(summed)
         self.site = site
+        if self.specs:
+            self.group = Group.of(self.specs[0].mesh)
         self.adopt(module)
 
     def adopt(self, module: nn.Module) -> None:
@@ -107,13 +111,15 @@ class Own:
         memo[id(self)] = twin
         twin.names, twin.specs, twin.site = self.names, self.specs, self.site
         twin.summed = self.summed
+        if self.specs:
+            twin.group = self.group
         twin.drop()
         twin.mates = copy.deepcopy(self.mates, memo)
         return twin
 
-    def read(self, module: nn.Module, stream: Stream) -> Sequence[torch.Tensor]:
+    def read(self, module: nn.Module) -> Sequence[torch.Tensor]:
         """The local tensors of the module's parameters, in the order of ``names``."""
-        return self._kept if self._is_current(module) else self._renewed(module, stream)
+        return self._kept if self._is_current(module) else self._renewed(module)
 
     def _is_current(self, module: nn.Module) -> bool:
         """Whether all that is kept is of what the module and its mates hold now."""
@@ -177,11 +183,11 @@ class Own:
                 return False
         return True
 
-    def _renewed(self, module: nn.Module, stream: Stream) -> Sequence[torch.Tensor]:
+    def _renewed(self, module: nn.Module) -> Sequence[torch.Tensor]:
         outdated = self._outdated(module)
         missing = [i for i in outdated if not self._waits(i, module)]
         if missing:
-            make([(module, self, i) for i in missing], stream, self.site)
+            make([(module, self, i) for i in missing], self.site)
         passing = self._passing
         for _, own in self.together(module):
             own._passing = {}
@@ -249,10 +255,10 @@ def successor(parameter: nn.Parameter, place: Callable[[torch.Tensor], DTensor])
     return new
 
 
-def make(asked: Iterable[_Asked], stream: Stream, site: Site) -> None:
-    """Make the local tensors of parameters of several modules with one autograd function.
+def make(asked: Iterable[_Asked], site: Site) -> None:
+    """Make the local tensors of parameters of several modules together.
 
-    A parameter that is not on the tensor-parallel mesh at this moment (FSDP2 has not unsharded it
+    A parameter that is not on the mesh it was placed on at this moment (FSDP2 has not unsharded it
     yet) is left out; its module will ask again when it runs.
     """
     compiling = torch.compiler.is_compiling()
@@ -264,14 +270,14 @@ def make(asked: Iterable[_Asked], stream: Stream, site: Site) -> None:
         if len(parameters) == len(jobs):
             keep = not compiling and all(is_installed(p) for p in parameters)
             (installed if keep else passing).append((jobs, parameters))
-    made = list(_localized(installed, stream, site, keep=True))
+    made = list(_localized(installed, site, keep=True))
     group = tuple(job for job, _, local in made if local.requires_grad)
     for (_, own, index), origin, local in made:
         own._kept[index] = local
         own._groups[index] = group if local.requires_grad else ()
         source = (own.names[index], origin, compat.local_of(origin), origin.requires_grad)
         own._sources[index] = source
-    for (module, own, index), _, local in _localized(passing, stream, site, keep=False):
+    for (module, own, index), _, local in _localized(passing, site, keep=False):
         held = module._parameters.get(own.names[index])
         # a new table: of one that was there before, torch.compile would return what was in it
         own._passing = {**own._passing, index: (held, _version(held), local)}
@@ -335,21 +341,31 @@ def _version(held: Any) -> int:
 
 
 def _localized(
-    due: Sequence[_Placed], stream: Stream, site: Site, keep: bool
-) -> Iterable[tuple[_Asked, DTensor, torch.Tensor]]:
-    trained = [one for one in due if any(p.requires_grad for p in one[1])]
-    frozen = [one for one in due if not any(p.requires_grad for p in one[1])]
-    jobs = [job for found, _ in (*frozen, *trained) for job in found]
-    parameters = [p for _, found in (*frozen, *trained) for p in found]
-    still = sum(len(found) for found, _ in frozen)
-    locals_: tuple[torch.Tensor, ...] = ()
+    due: Sequence[_Placed], site: Site, keep: bool
+) -> list[tuple[_Asked, DTensor, torch.Tensor]]:
+    """With one autograd function for the parameters of each group of ranks."""
+    frozen: list[_Placed] = []
+    trained: dict[str, list[_Placed]] = {}
+    for one in due:
+        group = one[0][0][1].group
+        wanted = any(p.requires_grad for p in one[1])
+        (trained.setdefault(group.name, []) if wanted else frozen).append(one)
+    made: list[tuple[_Asked, DTensor, torch.Tensor]] = []
     # what is kept outlives this forward, which may be one without gradients
     with torch.inference_mode(False), torch.enable_grad():
-        shards = compat.shards_of(parameters[:still]) if still else ()
-        if trained:
-            summed = [own.summed[index] for _, own, index in jobs[still:]]
-            divided = [bool(own.mates) for _, own, _ in jobs[still:]]
-            locals_ = localize(parameters[still:], summed, stream.group, site, divided)
-    if keep and trained:
-        compat.run_when_ready(locals_[0].grad_fn)
-    return zip(jobs, parameters, (*shards, *locals_), strict=True)
+        if frozen:
+            jobs, parameters = _flat(frozen)
+            made += zip(jobs, parameters, compat.shards_of(parameters), strict=True)
+        for found in trained.values():
+            jobs, parameters = _flat(found)
+            summed = [own.summed[index] for _, own, index in jobs]
+            divided = [bool(own.mates) for _, own, _ in jobs]
+            locals_ = localize(parameters, summed, jobs[0][1].group, site, divided)
+            if keep:
+                compat.run_when_ready(locals_[0].grad_fn)
+            made += zip(jobs, parameters, locals_, strict=True)
+    return made
+
+
+def _flat(found: Sequence[_Placed]) -> tuple[list[_Asked], list[DTensor]]:
+    return [job for jobs, _ in found for job in jobs], [p for _, own in found for p in own]

@@ -46,7 +46,7 @@ class Table(Lowered):
         state = vars(self).get("_tpplan")
         if state is None or name not in state.own.names or not isinstance(held, DTensor):
             return held
-        if held.device_mesh != state.stream.mesh or state.alone:
+        if held.device_mesh != state.transition.group.mesh or state.alone:
             return held  # the user's, who reads a DTensor
         if torch.compiler.is_compiling():
             return held.full_tensor()
@@ -121,8 +121,10 @@ def _head(
     def site(reason: str) -> Site:
         return Site(state.plan.path, reason, rule)
 
-    into = Transition(stream.group, site("input of the table, as a head"), site("its gradient"))
-    out = Transition(stream.group, site("logits, gathered"), site("gradient of the logits"))
+    group = state.transition.group
+    into = Transition(group, site("input of the table, as a head"), site("its gradient"))
+    out = Transition(group, site("logits, gathered"), site("gradient of the logits"))
     entered = Entry(into, 1, False, True).enter(input, stream, None)
-    logits = F.linear(entered, table._locals()[state.own.names.index(weight._tpplan_name)])
+    local = table._locals()[state.own.names.index(weight._tpplan_name)]
+    logits = table._tpplan_project(entered, local)
     return Origin(stream, out, weight.size(0), state.plan.options.get("output")).wrap(logits)

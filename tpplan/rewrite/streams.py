@@ -1,75 +1,29 @@
-"""The modules that the stream passes through: containers, elements, boundaries, norms."""
+"""The modules around others that the stream passes through: containers, elements, boundaries."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from tpplan import compat
 from tpplan.comm import Site, split
 from tpplan.comm.agreement import require_same_inputs
 from tpplan.comm.conjugates import join
+from tpplan.comm.placements import is_cut
 from tpplan.comm.sharded import Window
 from tpplan.comm.stream import Parts
-from tpplan.observe.places import Argument, at, with_at
+from tpplan.observe.places import at, with_at
+from tpplan.planner.replay import taken
 from tpplan.rewrite.draws import draws_in_training
 from tpplan.rewrite.logits import Logits
 from tpplan.rewrite.lowered import Lowered, looks
-from tpplan.rewrite.parameters import Own, make
-
-
-def summing_site(path: str) -> Site:
-    """What the sum of the gradients of replicated parameters in ``path`` is reported under."""
-    return Site(path, "sum of the gradients of replicated parameters", phase="gradient_sync")
-
-
-def _taken(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if argument.name in kwargs:
-        return kwargs[argument.name]
-    if argument.index is not None and argument.index < len(args):
-        return args[argument.index]
-    return None
-
-
-def _replaced(
-    argument: Argument, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if argument.name in kwargs:
-        return args, {**kwargs, argument.name: value}
-    assert argument.index is not None
-    return (*args[: argument.index], value, *args[argument.index + 1 :]), kwargs
-
-
-def _members(module: Lowered) -> list[tuple[Lowered, Own]]:
-    state = module._tpplan
-    if state.members is None:
-        state.members = _holding(module)
-    return state.members
-
-
-def _holding(module: nn.Module) -> list[tuple[Lowered, Own]]:
-    """The rewritten modules inside of ``module`` that have parameters of their own."""
-    lowered = (m for m in module.modules() if isinstance(m, Lowered))
-    return [(m, m._tpplan.own) for m in lowered if m._tpplan.own.names]
-
-
-def _prepare(module: Lowered, summed_only: bool) -> None:
-    """Make the local tensors that are missing inside ``module``, with one autograd function."""
-    jobs = [
-        (inner, own, index)
-        for inner, own in _members(module)
-        for index in own.stale(inner)
-        if own.summed[index] or not summed_only
-    ]
-    if jobs:
-        state = module._tpplan
-        make(jobs, state.stream, summing_site(state.plan.path))
+from tpplan.rewrite.members import members_of, prepare
+from tpplan.rewrite.sequence import replaced, require_sequence
 
 
 class Container(Lowered):
@@ -107,9 +61,9 @@ class Container(Lowered):
         if not torch.compiler.is_compiling():
             self._check(args, kwargs)
         if stream.moved():
-            for _, own in _members(self):
+            for _, own in members_of(self):
                 own.drop()
-        _prepare(self, summed_only=True)
+        prepare(self, summed_only=True)
         with stream.entered():
             out = super().forward(*args, **kwargs)
         if not stream.sequence_parallel and torch.compiler.is_compiling():
@@ -150,7 +104,7 @@ class Container(Lowered):
             return x.answer(self.training)
         if stream.is_sharded(x) and x.dim() > stream.dim + 1:
             return stream.whole(x, state.transition)
-        if not stream.whole_results and x.placements[0] == Shard(x.dim() - 1):
+        if not stream.whole_results and is_cut(x, x.dim() - 1):
             return x
         return x.full_tensor()
 
@@ -179,15 +133,6 @@ def _converted(value: Any, convert: Callable[[DTensor], torch.Tensor]) -> Any:
     return value
 
 
-def require_sequence(x: torch.Tensor, dims: int, path: str) -> None:
-    """Refuse a tensor of fewer dimensions than a batch of sequences has."""
-    if x.dim() < dims:
-        raise ValueError(
-            f"{path or 'the model'}: sequence parallelism needs a batch of sequences, not a tensor "
-            f"of shape {tuple(x.shape)}; add the missing dimension, or turn sequence_parallel off"
-        )
-
-
 class Element(Lowered):
     """An element of the layer stack: takes its chunk of the stream, and gives the stream back.
 
@@ -205,10 +150,10 @@ class Element(Lowered):
     def _tpplan_step(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
         stream = state.stream
-        _prepare(self, summed_only=False)
+        prepare(self, summed_only=False)
         plan = state.plan.element
         assert plan is not None
-        x = _taken(plan.argument, args, kwargs)
+        x = taken(plan.argument, args, kwargs)
         if not stream.sequence_parallel or x is None or state.length is not None:
             return self._tpplan_summing(*args, **kwargs)
         require_sequence(x, stream.dim + 2, state.plan.path)
@@ -218,9 +163,9 @@ class Element(Lowered):
         else:
             local = split(x, stream.dim, state.transition)
         stays = isinstance(x, DTensor) or state.inside
-        args, kwargs = _replaced(plan.argument, local, args, kwargs)
+        args, kwargs = replaced(plan.argument, local, args, kwargs)
         for other in plan.others:
-            y = _taken(other, args, kwargs)
+            y = taken(other, args, kwargs)
             if not isinstance(y, torch.Tensor) or y.dim() <= stream.dim:
                 continue
             if y is x:
@@ -231,7 +176,7 @@ class Element(Lowered):
                 y = stream.to_local(y)
             else:
                 y = split(y, stream.dim, state.transition)
-            args, kwargs = _replaced(other, y, args, kwargs)
+            args, kwargs = replaced(other, y, args, kwargs)
         start = stream.now()
         stream.length = length
         try:
@@ -306,127 +251,15 @@ class Boundary(Lowered):
         given = args, kwargs
         length = state.length
         for plan, entry in zip(state.plan.boundaries, state.entries, strict=True):
-            x = _taken(plan.arguments[0], *given)
+            x = taken(plan.arguments[0], *given)
             if x is None:
                 continue  # cross-attention that is given no states reads them from its cache
             entered = entry.enter(x, state.stream, length)
             for argument in plan.arguments:
-                if _taken(argument, *given) is not x:
+                if taken(argument, *given) is not x:
                     raise RuntimeError(
                         f"{state.plan.path}: '{argument.name}' is another tensor than "
                         f"'{plan.arguments[0].name}'; when the plan was compiled they were one"
                     )
-                args, kwargs = _replaced(argument, entered, args, kwargs)
+                args, kwargs = replaced(argument, entered, args, kwargs)
         return super().forward(*args, **kwargs)
-
-
-class OwnMembers(Lowered, nn.ModuleList):
-    """A list with a module for each head: this rank's code meets those of its own heads."""
-
-    def _tpplan_join(self) -> None:
-        """Tell the modules which of them run in each other's place on other ranks."""
-        members = list(self._modules.values())
-        each = len(members) // self._tpplan.stream.group.size
-        for place in range(each):
-            for mates in zip(*map(_holding, members[place::each]), strict=True):  # type: ignore[arg-type]
-                for _, own in mates:
-                    own.mates = mates
-
-    def _tpplan_missing(self) -> bool:
-        return any(own.stale(module) for module, own in _members(self))
-
-    def _own(self) -> list[nn.Module]:
-        group = self._tpplan.stream.group
-        each = len(self._modules) // group.size
-        return list(self._modules.values())[each * group.rank :][:each]  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(self._modules) // self._tpplan.stream.group.size
-
-    def _tpplan_require_alike(self) -> None:
-        """Refuse what would have each rank gather and scatter other parameters than the rest."""
-        from torch.distributed.fsdp import FSDPModule  # which takes long to import
-
-        for name, module in self.named_modules():
-            if module is not self and isinstance(module, FSDPModule):
-                raise RuntimeError(
-                    f"{self._tpplan.plan.path}.{name} is sharded by FSDP by itself, but ranks run "
-                    "different modules of that list; apply fully_shard to a module around it"
-                )
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        if self._tpplan_missing():
-            self._tpplan_require_alike()
-            _prepare(self, summed_only=True)
-        return iter(self._own())
-
-    def __getitem__(self, index: Any) -> Any:
-        if self._tpplan_missing():
-            self._tpplan_require_alike()
-        return self._own()[index]
-
-
-_FIRST = Argument("input", 0)
-
-
-class Apart(Lowered):
-    """A replicated module outside the stack: given the sharded stream, it works on all of it."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state = self._tpplan
-        argument = state.plan.stream or _FIRST
-        given = _taken(argument, args, kwargs)
-        if isinstance(given, DTensor) and state.length is None:
-            sharded = state.stream.is_sharded(given) and given.dim() > state.stream.dim + 1
-            whole = state.stream.whole(given, state.transition) if sharded else None
-            given = given.full_tensor() if whole is None else whole
-            args, kwargs = _replaced(argument, given, args, kwargs)
-        return super().forward(*args, **kwargs)
-
-
-class SequenceParallel(Lowered):
-    """Runs on this rank's rows of the sequence (norms, dropout, position embeddings)."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state = self._tpplan
-        stream = state.stream
-        if not stream.sequence_parallel or state.length is not None:
-            return super().forward(*args, **kwargs)
-        if stream.shared is None:
-            with stream.called(state.plan.path):
-                return self._tpplan_rows(*args, **kwargs)
-        return self._tpplan_rows(*args, **kwargs)
-
-    def _tpplan_rows(self, *args: Any, **kwargs: Any) -> Any:
-        state = self._tpplan
-        stream = state.stream
-        argument = state.plan.stream or _FIRST
-        given = _taken(argument, args, kwargs)
-        sharded = isinstance(given, DTensor)
-        floating = sharded or given.is_floating_point()
-        # ids of positions are of shape (sequence,) or (batch, sequence)
-        dim = stream.dim if floating else given.dim() - 1
-        length = given.size(dim)
-        local = stream.to_local(given) if sharded else split(given, dim, state.transition)
-        args, kwargs = _replaced(argument, local, args, kwargs)
-        out = super().forward(*args, **kwargs)
-        if sharded or state.inside:
-            return stream.to_global(out, length, dim)
-        return join(out, dim, length, state.transition)
-
-
-class SequenceEmbedding(Lowered, nn.Embedding):
-    """The look-up inside an embedding of positions: of this rank's rows of the ids."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        state = self._tpplan
-        stream = state.stream
-        (weight,) = self._locals()
-        if not stream.sequence_parallel or state.length is not None:
-            return self._tpplan_widen(F.embedding(input, weight, self.padding_idx))
-        dim, length = input.dim() - 1, input.size(-1)
-        rows = F.embedding(split(input, dim, state.transition), weight, self.padding_idx)
-        own = self._tpplan_widen(rows)
-        if state.inside:
-            return stream.to_global(own, length, dim)
-        return join(own, dim, length, state.transition)

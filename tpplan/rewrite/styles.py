@@ -24,19 +24,12 @@ from tpplan.rewrite.fused import ROLES, Around, Swapped, common, partner_of
 from tpplan.rewrite.heads import HeadInputs
 from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseScattered, RowwiseTogether
 from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
+from tpplan.rewrite.members import OwnMembers, summing_site
 from tpplan.rewrite.norm import WidthNorm
 from tpplan.rewrite.parameters import Own, successor
 from tpplan.rewrite.reads import Table
-from tpplan.rewrite.streams import (
-    Apart,
-    Boundary,
-    Container,
-    Element,
-    OwnMembers,
-    SequenceEmbedding,
-    SequenceParallel,
-    summing_site,
-)
+from tpplan.rewrite.sequence import Apart, SequenceEmbedding, SequenceParallel
+from tpplan.rewrite.streams import Boundary, Container, Element
 from tpplan.rewrite.vocab import VocabEmbedding, VocabHead
 
 # what the collectives of a style are for, forward and backward

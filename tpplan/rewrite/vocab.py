@@ -9,7 +9,7 @@ from tpplan.comm import chunk, join, reduce_out, scatter_out
 from tpplan.kernels.embedding import look_up, reference
 from tpplan.rewrite.logits import Origin
 from tpplan.rewrite.lowered import Lowered
-from tpplan.rewrite.streams import require_sequence
+from tpplan.rewrite.sequence import require_sequence
 
 
 class VocabEmbedding(Lowered, nn.Embedding):
@@ -38,11 +38,12 @@ class VocabEmbedding(Lowered, nn.Embedding):
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """This rank's rows, and zeros for the ids of others."""
-        stream = self._tpplan.stream
+        state = self._tpplan
+        group = state.transition.group
         (weight,) = self._locals()
-        first = chunk(self.num_embeddings, stream.group.size) * stream.group.rank
+        first = chunk(self.num_embeddings, group.size) * group.rank
         known = (ids >= 0) & (ids < self.num_embeddings)
-        if "embedding" in stream.fused:
+        if "embedding" in state.stream.fused:
             torch._assert_async(known.all())
             return self._tpplan_widen(look_up(ids, weight, first, self.padding_idx))
         return self._tpplan_widen(reference(ids, weight, first, self.padding_idx, known))

@@ -1,0 +1,120 @@
+"""How a DTensor is placed over the tensor-parallel ranks, and which part of it this rank holds.
+
+Its mesh may have further dimensions, FSDP2's: they cut what a tensor-parallel rank holds further.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from tpplan.layout import Rows
+
+
+class Placed(Protocol):
+    """A DTensor, or its spec."""
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks."""
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """For each dimension of the mesh."""
+
+
+def tp_dim(mesh: DeviceMesh) -> int:
+    """The mesh dimension of the tensor-parallel ranks: of that name, or the last one."""
+    names = mesh.mesh_dim_names or ()
+    return names.index("tp") if "tp" in names else mesh.ndim - 1
+
+
+def tp_mesh(t: Placed) -> DeviceMesh:
+    """The mesh of the tensor-parallel ranks."""
+    mesh = t.device_mesh
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[tp_dim(mesh)]]  # type: ignore[index]
+
+
+def tp_rank(t: Placed) -> int:
+    """This rank's place among them."""
+    return t.device_mesh.get_local_rank(tp_dim(t.device_mesh))
+
+
+def along_tp(t: Placed) -> Placement:
+    """The placement over the tensor-parallel ranks."""
+    kinds = t.placements
+    return kinds[0] if len(kinds) == 1 else kinds[tp_dim(t.device_mesh)]
+
+
+def around_tp(t: Placed) -> tuple[DeviceMesh, list[Placement]]:
+    """The other dimensions of a mesh that has such, and the placements over them."""
+    mesh, kinds = t.device_mesh, list(t.placements)
+    names = list(mesh.mesh_dim_names or ())
+    del names[tp_dim(mesh)], kinds[tp_dim(mesh)]
+    return mesh[tuple(names)], kinds
+
+
+def is_whole(t: Placed) -> bool:
+    """Whether every rank holds all of it."""
+    return all(kind.is_replicate() for kind in t.placements)
+
+
+def is_cut(t: Placed, dim: int) -> bool:
+    """Whether the tensor-parallel ranks hold equal parts along ``dim``."""
+    return along_tp(t) == Shard(dim)
+
+
+def dim_of(t: Placed) -> int:
+    """The dimension along which the tensor-parallel ranks hold equal parts."""
+    kind = along_tp(t)
+    assert isinstance(kind, Shard)
+    return kind.dim
+
+
+def ranges_of(t: Placed) -> Rows | None:
+    """The ranges of rows that the tensor-parallel ranks hold, where parts are not equal."""
+    kind = along_tp(t)
+    return kind if isinstance(kind, Rows) else None
+
+
+def block(t: DTensor) -> list[tuple[int, int]]:
+    """For each dimension, from where to where this rank's part reaches.
+
+    Of the whole tensor; under ``Rows``, of what its tensor-parallel rank holds.
+    """
+    cuts, lengths = list(enumerate(t.placements)), list(t.shape)
+    first, rows = cuts.pop(tp_dim(t.device_mesh)), ranges_of(t)
+    if rows is None:
+        cuts.insert(0, first)
+    else:
+        lengths[rows.dim] = rows.length()
+    ranges = [(0, length) for length in lengths]
+    for i, kind in cuts:
+        if not kind.is_replicate():
+            start, stop = ranges[kind.dim]  # type: ignore[attr-defined]
+            each = -(-(stop - start) // t.device_mesh.size(i))
+            start = min(start + each * t.device_mesh.get_local_rank(i), stop)
+            ranges[kind.dim] = start, min(start + each, stop)  # type: ignore[attr-defined]
+    return ranges
+
+
+def part_of(whole: torch.Tensor, t: DTensor) -> torch.Tensor:
+    """What this rank holds of ``whole`` under the placements of ``t``: a copy, differentiable."""
+    rows = ranges_of(t)
+    if rows is not None:
+        return narrowed(rows.take(whole, tp_rank(t)), t)
+    part = narrowed(whole, t)
+    return part.clone() if part is whole else part
+
+
+def narrowed(local: torch.Tensor, t: DTensor) -> torch.Tensor:
+    """This rank's block of what its tensor-parallel rank holds; a copy where that is less."""
+    part = local
+    for dim, (start, stop) in enumerate(block(t)):
+        if stop - start != local.size(dim):
+            part = part.narrow(dim, start, stop - start)
+    return part if part is local else part.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,157 @@
+"""Where sharded tensors come from: the ranks that hold their rows, and all of these gathered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tpplan import compat
+from tpplan.comm.collectives import Group, Site, all_gather, chunk, pad
+from tpplan.comm.conjugates import Transition
+from tpplan.comm.placements import along_tp, dim_of
+from tpplan.comm.randomness import Randomness
+from tpplan.compat import local_of, spec_of
+
+# what every backend sends; others are sent as bytes
+SENT = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64})
+
+
+class Source:
+    """Where sharded tensors come from, which all that is computed from them refer to.
+
+    Attributes:
+        group: of the ranks that hold the parts.
+        site: what a gather is reported under.
+        randomness: the random sequences of this rank.
+        kind: the class of these tensors.
+        specs: those that were made, as making one takes long.
+    """
+
+    __slots__ = ("group", "kind", "randomness", "site", "specs")
+
+    def __init__(
+        self, group: Group, site: Site, randomness: Randomness, kind: type[Rooted]
+    ) -> None:
+        self.group, self.site = group, site
+        self.randomness, self.kind = randomness, kind
+        self.specs: dict[tuple[Any, ...], compat.DTensorSpec] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Source:
+        return self
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Of the ranks that hold the parts."""
+        return self.group.mesh
+
+    @property
+    def transition(self) -> Transition:
+        """From rows to the whole tensor, and back."""
+        return Transition(self.group, self.site, self.site)
+
+    def rows(self, length: int) -> tuple[int, int]:
+        """The first of this rank's rows of ``length``, and how many they are."""
+        each = chunk(length, self.group.size)
+        start = min(each * self.group.rank, length)
+        return start, min(each, length - start)
+
+    def unpadded(self, rows: torch.Tensor, length: int, dim: int) -> torch.Tensor:
+        """``rows`` without the padding that makes all ranks' as many."""
+        count = rows.size(dim)
+        mine = min(count, self.rows(length)[1])
+        return rows if mine == count else rows.narrow(dim, 0, mine).contiguous()
+
+    def spec(self, rows: torch.Tensor, length: int, dim: int) -> compat.DTensorSpec:
+        """Of a contiguous tensor that is ``length`` along ``dim``, and else as its ``rows``."""
+        shape = list(rows.shape)
+        shape[dim] = length
+        key = (*shape, dim, rows.dtype)
+        spec = self.specs.get(key)
+        if spec is None:
+            if len(self.specs) > 64:  # lengths change at every step of a decoding loop
+                self.specs.clear()
+            spec = compat.dtensor_spec(self.mesh, (Shard(dim),), shape, rows.dtype)
+            if type(along_tp(spec)) is Shard:  # and not what stands for one in a trace
+                self.specs[key] = spec
+        return spec
+
+    def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's rows of a whole tensor."""
+        return whole.narrow(dim, *self.rows(whole.size(dim)))
+
+    def gathered(self, rows: torch.Tensor, dim: int, length: int, why: str) -> torch.Tensor:
+        """The whole tensor of this rank's rows, without autograd."""
+        site = replace(self.site, reason=f"{self.site.reason} for {why}")
+        dtype = rows.dtype
+        sent = rows if dtype in SENT else rows.contiguous().unsqueeze(-1).view(torch.uint8)
+        sent = pad(sent, dim, chunk(length, self.group.size))
+        whole = all_gather(sent, dim, length, self.group, site)
+        return whole if dtype in SENT else whole.contiguous().view(dtype).squeeze(-1)
+
+
+class Rooted(DTensor):
+    """A DTensor that knows its source, and what it is gathered."""
+
+    _tpplan_source: Source
+    _tpplan_whole: Whole | None = None
+    _tpplan_writes: list[int] | None = None
+
+
+def wrapped(rows: torch.Tensor, source: Source, spec: compat.DTensorSpec) -> Rooted:
+    """``rows`` of this rank as a tensor of the shape in ``spec``; outside autograd."""
+    x = compat.dtensor(rows, spec, source.kind)
+    x._tpplan_source = source  # type: ignore[attr-defined]
+    return x  # type: ignore[return-value]
+
+
+class Whole:
+    """A sharded tensor gathered, and what keeps the two alike."""
+
+    __slots__ = ("_seen", "rows", "source", "tensor", "writes")
+
+    def __init__(self, x: Rooted, why: str) -> None:
+        # not x, which refers to this
+        self.source = x._tpplan_source
+        self.rows = wrapped(local_of(x), self.source, spec_of(x))
+        self.writes = x._tpplan_writes = x._tpplan_writes or [0]
+        self.tensor = self._gathered(why)
+        self._seen = self._version()
+
+    @staticmethod
+    def of(x: Rooted, why: str, again: bool) -> Whole:
+        """What ``x`` is, whole: kept with it where a gradient will ask for it ``again``."""
+        kept = x._tpplan_whole
+        if kept is not None and kept._seen == kept._version():
+            return kept
+        made = Whole(x, why)
+        if again:
+            x._tpplan_whole = made
+        return made
+
+    def _gathered(self, why: str) -> torch.Tensor:
+        x, dim = self.rows, dim_of(self.rows)
+        made = self.source.gathered(local_of(x), dim, x.size(dim), why)
+        if made.is_contiguous() or not x.is_contiguous():
+            return made
+        return made.contiguous()  # kernels rely on what x says of itself
+
+    def _version(self) -> tuple[int, int]:
+        # ops on a sharded tensor do not count in its rows' version, direct ones do
+        rows = local_of(self.rows)
+        return self.writes[0], 0 if rows.is_inference() else rows._version
+
+    def refresh(self, why: str) -> None:
+        """Take over what was written to the rows."""
+        if self._seen != self._version():
+            self.tensor.copy_(self._gathered(why))
+            self._seen = self._version()
+
+    def write_back(self) -> None:
+        """Give the rows what was written to the whole."""
+        local_of(self.rows).copy_(self.source.own(self.tensor, dim_of(self.rows)))
+        self.writes[0] += 1
+        self._seen = self._version()

@@ -1,0 +1,90 @@
+"""The rewritten modules inside of another, whose local tensors are made together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from tpplan.comm import Site
+from tpplan.rewrite.lowered import Lowered
+from tpplan.rewrite.parameters import Own, make
+
+
+def summing_site(path: str) -> Site:
+    """What the sum of the gradients of replicated parameters in ``path`` is reported under."""
+    return Site(path, "sum of the gradients of replicated parameters", phase="gradient_sync")
+
+
+def members_of(module: Lowered) -> list[tuple[Lowered, Own]]:
+    """Those that have parameters of their own, found when first asked for."""
+    state = module._tpplan
+    if state.members is None:
+        state.members = _holding(module)
+    return state.members
+
+
+def _holding(module: nn.Module) -> list[tuple[Lowered, Own]]:
+    """The rewritten modules inside of ``module`` that have parameters of their own."""
+    lowered = (m for m in module.modules() if isinstance(m, Lowered))
+    return [(m, m._tpplan.own) for m in lowered if m._tpplan.own.names]
+
+
+def prepare(module: Lowered, summed_only: bool) -> None:
+    """Make the local tensors that are missing inside ``module``, with one autograd function."""
+    jobs = [
+        (inner, own, index)
+        for inner, own in members_of(module)
+        for index in own.stale(inner)
+        if own.summed[index] or not summed_only
+    ]
+    if jobs:
+        state = module._tpplan
+        make(jobs, summing_site(state.plan.path))
+
+
+class OwnMembers(Lowered, nn.ModuleList):
+    """A list with a module for each head: this rank's code meets those of its own heads."""
+
+    def _tpplan_join(self) -> None:
+        """Tell the modules which of them run in each other's place on other ranks."""
+        members = list(self._modules.values())
+        each = len(members) // self._tpplan.transition.group.size
+        for place in range(each):
+            for mates in zip(*map(_holding, members[place::each]), strict=True):  # type: ignore[arg-type]
+                for _, own in mates:
+                    own.mates = mates
+
+    def _tpplan_missing(self) -> bool:
+        return any(own.stale(module) for module, own in members_of(self))
+
+    def _own(self) -> list[nn.Module]:
+        group = self._tpplan.transition.group
+        each = len(self._modules) // group.size
+        return list(self._modules.values())[each * group.rank :][:each]  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self._modules) // self._tpplan.transition.group.size
+
+    def _tpplan_require_alike(self) -> None:
+        """Refuse what would have each rank gather and scatter other parameters than the rest."""
+        from torch.distributed.fsdp import FSDPModule  # which takes long to import
+
+        for name, module in self.named_modules():
+            if module is not self and isinstance(module, FSDPModule):
+                raise RuntimeError(
+                    f"{self._tpplan.plan.path}.{name} is sharded by FSDP by itself, but ranks run "
+                    "different modules of that list; apply fully_shard to a module around it"
+                )
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        if self._tpplan_missing():
+            self._tpplan_require_alike()
+            prepare(self, summed_only=True)
+        return iter(self._own())
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._tpplan_missing():
+            self._tpplan_require_alike()
+        return self._own()[index]

@@ -1,0 +1,27 @@
+"""How rewritten modules multiply by their weights, chosen here for all of them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+class Projection(Protocol):
+    """``x`` (..., in) times a weight as the module stores it, and the bias: (..., out)."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, /
+    ) -> torch.Tensor: ...
+
+
+def projection(transposed: bool) -> Projection:
+    """The product of a module whose weight is stored (out, in), or ``transposed``: (in, out)."""
+    return _transposed if transposed else F.linear
+
+
+def _transposed(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, /
+) -> torch.Tensor:
+    return F.linear(x, weight.t(), bias)
