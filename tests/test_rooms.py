@@ -34,7 +34,7 @@ PERMITTED: Mapping[str, str] = {
     "shipped": "language",
     "render": f"{_MODEL} simulate cost shipped version",
     "proof": f"{_MODEL} comm rewrite simulate",
-    "hf": "language planner shipped",
+    "hf": "language styles planner shipped",
     "api": f"{_MODEL} comm rewrite simulate cost render proof shipped",
     "cli": "language planner shipped models proof render api",
     "__main__": "cli",

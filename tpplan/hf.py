@@ -20,27 +20,27 @@ from torch import nn
 from tpplan.language import Diagnostic, Pattern, PatternError, Plan, PlanError, parse_mapping
 from tpplan.planner.match import fold, folded
 from tpplan.shipped import shipped_plans
+from tpplan.styles import STYLES
+from tpplan.styles.colwise import COLWISE
+from tpplan.styles.replicate import REPLICATE
+from tpplan.styles.rowwise import ROWWISE
+from tpplan.styles.sequence_parallel import SEQUENCE_PARALLEL
+from tpplan.styles.vocab import VOCAB
 
 Style = str | dict[str, object]
 
 # The style in transformers -> the style here. A layer whose output transformers gathers at once
 # ("colwise_gather_output") is sharded here only where a layer that splits it again follows: the
 # two are a column-parallel and a row-parallel layer, with one collective instead of two.
-_GATED: Style = {"style": "colwise", "packed": ["gate", "up"]}
+_GATED: Style = {"style": COLWISE.name, "packed": ["gate", "up"]}
 _STYLES: Mapping[str, Style] = {
-    "colwise": "colwise",
-    "rowwise": "rowwise",
+    **{word: name for name, style in STYLES.items() for word in style.hf},
     "packed_colwise": _GATED,
-    "embedding_rowwise": "vocab",
-    "sequence_parallel": "sequence_parallel",
-    "replicate": "replicate",
-    "replicated_with_grad_allreduce": "replicate",
-    "mla_kv_a_proj": "replicate",
 }
 _GATHERING = frozenset({"colwise_gather_output", "colwise_rep"})
 _SPLITTING = frozenset({"rowwise_split_input", "rowwise_rep"})
 _SILENT = frozenset({"local_params"})  # how transformers runs a module, not how it is sharded
-_SHARDED = frozenset({"colwise", "rowwise"})
+_SHARDED = frozenset({COLWISE.name, ROWWISE.name})
 _EXPERTS = ("moe", "ep", "grouped")  # the first word of styles for mixtures of experts
 _KNOWN = _GATHERING | _SPLITTING | _SILENT | set(_STYLES)
 
@@ -190,9 +190,9 @@ class _Reader:
                     styles[path] = _STYLES[entry.style]
                 elif entry.style in _GATHERING | _SPLITTING:
                     split = entry.style in _SPLITTING
-                    sharded = "rowwise" if split else _GATED if path in gated else "colwise"
-                    styles[path] = sharded if _parent(path) in pairs else "replicate"
-        styles.update(dict.fromkeys(self.ends, "vocab"))
+                    sharded = ROWWISE.name if split else _GATED if path in gated else COLWISE.name
+                    styles[path] = sharded if _parent(path) in pairs else REPLICATE.name
+        styles.update(dict.fromkeys(self.ends, VOCAB.name))
         return styles
 
     def paired(self) -> set[str]:
@@ -217,25 +217,25 @@ class _Reader:
     def complete(self, styles: dict[str, Style]) -> None:
         """Add norms and position embeddings: those on the stream, and those in sharded regions."""
         sharded = {p: _name(style) for p, style in styles.items() if _name(style) in _SHARDED}
-        rows = [self.modules.get(path) for path, style in sharded.items() if style == "rowwise"]
+        rows = [self.modules.get(path) for path, style in sharded.items() if style == ROWWISE.name]
         widths = Counter(getattr(module, "out_features", 0) for module in rows)
         width = widths.most_common(1)[0][0] if widths else 0
         layers = {_layer(path) for path in sharded} - {""} or {""}
         around = {ancestor for layer in layers for ancestor in _ancestors(layer)}
-        regions = {_parent(path) for path, style in sharded.items() if style == "colwise"}
+        regions = {_parent(path) for path, style in sharded.items() if style == COLWISE.name}
         regions -= layers | around
 
         def style_of(path: str, module: nn.Module) -> Style | None:
             region = next((a for a in _ancestors(path) if a in regions), None)
             size = _vector(module)
             if region is not None and size is not None:
-                return "colwise" if size in self.gathered(region) else "replicate"
+                return COLWISE.name if size in self.gathered(region) else REPLICATE.name
             outside = _parent(path) in around
             if region is not None or not (outside or _layer(path) in layers):
                 return None
             positions = isinstance(module, nn.Embedding) and module.embedding_dim == width
             on_stream = size == width or (outside and positions) or _normalizes(module, width)
-            return "sequence_parallel" if on_stream else None
+            return SEQUENCE_PARALLEL.name if on_stream else None
 
         for path, module in self.modules.items():
             if path not in styles and next(module.children(), None) is None:

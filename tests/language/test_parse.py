@@ -90,7 +90,7 @@ def test_a_byte_order_mark_and_windows_line_ends_change_nothing() -> None:
     [
         ("style: colwise, packed: [q, k, v]", {"packed": {"parts": ("q", "k", "v")}}),
         (
-            "style: rowwise, packed: {parts: [q, k], repeat: kv_heads}",
+            "style: colwise, packed: {parts: [q, k], repeat: kv_heads}",
             {"packed": {"parts": ("q", "k"), "repeat": "kv_heads"}},
         ),
         (
@@ -329,7 +329,7 @@ def test_everything_is_reported_at_once_and_in_order() -> None:
         sequence_parallel: yes
         rules:
           a: colwize
-          b: {style: rowwise, reduce: no, packed: 3}
+          b: {style: rowwise, reduce: no, output: 3}
           c: vocab
           c: rowwise
           d..e: vocab

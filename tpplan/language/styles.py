@@ -39,17 +39,20 @@ class Style:
     options: Mapping[str, Option] = field(default_factory=dict)
 
 
-_LAYOUT = {
-    "packed": Option(Kind.PACKED, "the parts that share the weight, in order"),
-    "transposed": Option(Kind.FLAG, "the weight is stored (in, out), as in Conv1D"),
-}
+_TRANSPOSED = Option(Kind.FLAG, "the weight is stored (in, out), as in Conv1D")
 
-STYLES: Mapping[str, Style] = {
-    "colwise": Style("shard the outputs", _LAYOUT),
+STYLES: dict[str, Style] = {
+    "colwise": Style(
+        "shard the outputs",
+        {
+            "packed": Option(Kind.PACKED, "the parts that share the weight, in order"),
+            "transposed": _TRANSPOSED,
+        },
+    ),
     "rowwise": Style(
         "shard the inputs, reduce the outputs",
         {
-            **_LAYOUT,
+            "transposed": _TRANSPOSED,
             "reduce": Option(
                 Kind.CHOICE,
                 "reduce with the other row-parallel layers whose outputs the model adds, or alone",

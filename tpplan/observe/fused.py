@@ -21,6 +21,7 @@ from tpplan.kernels.gated import ACTIVATIONS
 from tpplan.observe.forms import Form, GatedForm, GeluForm, UnbiasedForm
 from tpplan.observe.likeness import identity
 from tpplan.observe.trace import Trace
+from tpplan.styles import NONE, Style
 
 _WIDTH = 16
 
@@ -39,7 +40,7 @@ class Seen:
     """
 
     model: nn.Module
-    styles: Mapping[str, str]
+    styles: Mapping[str, Style]
     columns: Set[str]
     transposed: Set[str]
     traces: Sequence[Trace]
@@ -62,7 +63,7 @@ def finds(*kinds: str) -> Callable[[Finder], Finder]:
 
 def fused_modules(
     model: nn.Module,
-    styles: Mapping[str, str],
+    styles: Mapping[str, Style],
     columns: Set[str],
     transposed: Set[str],
     traces: Sequence[Trace],
@@ -103,8 +104,8 @@ def _gated(seen: Seen) -> Findings:
     for path, module in seen.model.named_modules():
         inner = {name: f"{path}.{name}" if path else name for name, _ in module.named_children()}
         first = [name for name, full in inner.items() if full in seen.columns]
-        last = [name for name, full in inner.items() if styles.get(full) == "rowwise"]
-        plain = styles.get(path) != "attention" and not any(True for _ in module.parameters(False))
+        last = [name for name, full in inner.items() if styles.get(full, NONE).sums]
+        plain = not styles.get(path, NONE).heads and not any(True for _ in module.parameters(False))
         if not plain or len(last) != 1 or len(first) not in (1, 2) or not _takes_one(module):
             continue
         key = identity(module, path), tuple(first), tuple(last)

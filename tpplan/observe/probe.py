@@ -21,11 +21,11 @@ from tpplan.observe.forms import NormForm
 from tpplan.observe.likeness import identity, told
 from tpplan.observe.trace import Call, Numbered, Trace, stream_input
 from tpplan.observe.twins import DROPOUT, called, twin_of
+from tpplan.styles import Style
 
 _ROWS = 4
 # a length that no number of ranks divides, and where it is cut
 _LENGTH, _CUTS = 29, (0, 1, 6, 17, 29)
-_PROBED = frozenset({"sequence_parallel", "replicate", "colwise"})
 # to the last digits, of numbers that code may round to float32
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
 _LARGE = 2**25
@@ -59,7 +59,7 @@ class Finding:
 
 def probe_modules(
     model: nn.Module,
-    styles: Mapping[str, str],
+    styles: Mapping[str, Style],
     columns: Set[str],
     traces: Sequence[Trace],
     dim: int,
@@ -78,7 +78,7 @@ def probe_modules(
     found = {}
     for path, style in styles.items():
         call = next((c for c in trace.calls if c.path == path), None)
-        if style not in _PROBED or path in columns or call is None:
+        if not style.probed or path in columns or call is None:
             continue
         number = stream_input(trace, call)
         if number is None or len(call.arguments) != 1:

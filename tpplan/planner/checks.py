@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -10,7 +10,11 @@ from torch import nn
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
 from tpplan.planner.match import fold, folded
-from tpplan.planner.styles import STYLES, SUPPORTED_OPTIONS
+from tpplan.styles import Style, named, those_with
+from tpplan.styles.colwise import COLWISE
+from tpplan.styles.replicate import REPLICATE
+from tpplan.styles.rowwise import ROWWISE
+from tpplan.styles.sequence_parallel import SEQUENCE_PARALLEL
 
 UNMENTIONED_SHARE = 0.01
 
@@ -20,22 +24,16 @@ def check_modules(model: nn.Module, tp: int, complaints: Complaints) -> None:
     refused = {}
     for path, rule in complaints.matches.modules.items():
         module = model.get_submodule(path)
-        complaint = STYLES[rule.style].complain(module, tp)
+        complaint = named(rule.style).complaint(module, tp)
         if complaint is not None:
             refused[path] = f"{rule.style}: {complaint}"
         elif "forward" in vars(module):
             refused[path] = "its forward was replaced on the instance, which would hide the plan's"
     complaints.by_rule(refused)
-    for rule in complaints.plan.rules:
-        for option in sorted(set(rule.options) - SUPPORTED_OPTIONS[rule.style]):
-            where = rule.option_positions.get(option, rule.position)
-            message = f"option '{option}' of '{rule.style}' is not supported by this version"
-            complaints.say(message, where)
     for rule in complaints.matches.parameters.values():
-        if rule.style not in ("replicate", "colwise", "vocab"):
-            message = (
-                f"a bare parameter can be 'replicate', 'colwise' or 'vocab', not '{rule.style}'"
-            )
+        if named(rule.style).bare is None:
+            known = ", ".join(f"'{style}'" for style in those_with("bare"))
+            message = f"a bare parameter can be one of {known}, not '{rule.style}'"
             complaints.say(message, rule.position)
     if any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters()):
         message = "the model already holds DTensor parameters"
@@ -70,32 +68,39 @@ def check_unmentioned(
 def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> None:
     """What the flow of tensors through the regions and the stream shows."""
     complaints.by_rule(
-        dict.fromkeys(flow.unsharded, "rowwise: its input is whole, not sharded"),
+        _each(flow.unsharded, "its input is whole, not sharded", complaints),
         "a row-parallel layer takes what column-parallel layers produce",
     )
     complaints.by_rule(
-        dict.fromkeys(flow.unsplit, "colwise: it does more to a whole tensor than multiply it"),
+        _each(flow.unsplit, "it does more to a whole tensor than multiply it", complaints),
         "only what multiplies by its weight can make columns of its own",
     )
     twice = {}
     for path, makers in flow.twice.items():
         style = complaints.matches.modules[path].style
         twice[path] = f"{style}: its input is already sharded, by {fold(makers)}"
-    complaints.by_rule(twice, "make this layer rowwise, or what sharded its input replicate")
+    hint = f"make this layer {ROWWISE.name}, or what sharded its input {REPLICATE.name}"
+    complaints.by_rule(twice, hint)
     if flow.unreduced and not flow.unsharded:
         message = "sharded activations leave it: no row-parallel layer reduces them"
-        hint = "end each sharded region with a rowwise layer"
+        hint = f"end each sharded region with a {ROWWISE.name} layer"
         complaints.about(None, flow.unreduced, message, hint)
     for path, maker in flow.torn.items():
-        _mixture(path, maker, "sharded activations", "colwise", complaints)
+        _mixture(path, maker, "sharded activations", COLWISE, complaints)
     if sequence_parallel:
         _check_stream(flow, complaints)
 
 
-def _mixture(path: str, maker: str, what: str, style: str, complaints: Complaints) -> None:
+def _each(paths: Iterable[str], message: str, complaints: Complaints) -> dict[str, str]:
+    """What is said of modules, after the style that each has."""
+    rules = complaints.matches.modules
+    return {path: f"{rules[path].style}: {message}" for path in paths}
+
+
+def _mixture(path: str, maker: str, what: str, style: Style, complaints: Complaints) -> None:
     source = f" from {fold([maker])}" if maker else ""
     message = f"combines {what} with a whole tensor{source}, whose gradient would be a part"
-    hint = f"give the module that makes that tensor the style {style}"
+    hint = f"give the module that makes that tensor the style {style.name}"
     complaints.about(complaints.matches.modules.get(maker), [path], message, hint)
 
 
@@ -104,16 +109,17 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
     for path, maker in flow.mixed.items():
         source = f" from {maker}" if maker else ""
         message = f"combines the sequence-sharded stream with a whole tensor{source}"
-        hint = "give the module that makes that tensor the style sequence_parallel"
+        hint = f"give the module that makes that tensor the style {SEQUENCE_PARALLEL.name}"
         complaints.about(complaints.matches.modules.get(maker), [path], message, hint)
     for path, maker in flow.torn_stream.items():
-        _mixture(path, maker, "the sequence-sharded stream", "sequence_parallel", complaints)
+        _mixture(path, maker, "the sequence-sharded stream", SEQUENCE_PARALLEL, complaints)
     off = "turn sequence_parallel off"
     along = {
         path: f"'{op}' on the sequence-sharded stream is not known to keep positions apart"
         for path, op in flow.along.items()
     }
-    complaints.by_rule(along, f"give the module the style sequence_parallel if it does, or {off}")
+    rows = SEQUENCE_PARALLEL.name
+    complaints.by_rule(along, f"give the module the style {rows} if it does, or {off}")
     for paths, message in (
         (flow.escaping, "gives out more of the sequence-sharded stream than the stream itself"),
         (

@@ -36,9 +36,10 @@ from tpplan.planner.match import match
 from tpplan.planner.placing import Placing
 from tpplan.planner.replay import Failure, prove
 from tpplan.planner.sizes import Sizes
-from tpplan.planner.styles import is_multihead
 from tpplan.planner.together import reduced_together
 from tpplan.planner.unproved import say_unproved
+from tpplan.styles import NONE, named
+from tpplan.styles.replicate import REPLICATE
 
 
 def compile_plan(
@@ -81,18 +82,11 @@ class _Compiler:
         self.sequence_parallel = asked and tp > 1
         self.matches, wrong = match(plan, model)
         self.complaints = Complaints(plan, self.matches, wrong)
-        self.styles = {path: rule.style for path, rule in self.matches.modules.items()}
+        self.styles = {path: named(rule.style) for path, rule in self.matches.modules.items()}
+        modules = {path: model.get_submodule(path) for path in self.styles}
         # lists with a module for each head
-        self.lists = {
-            path
-            for path, module in model.named_modules()
-            if self.styles.get(path) == "colwise" and isinstance(module, nn.ModuleList)
-        }
-        self.multihead = {
-            path
-            for path, style in self.styles.items()
-            if style == "attention" and is_multihead(model.get_submodule(path))
-        }
+        self.lists = {p for p, style in self.styles.items() if style.is_list(modules[p])}
+        self.multihead = {p for p, style in self.styles.items() if style.is_region(modules[p])}
         self.sizes = Sizes(model, tp, self.multihead, self.complaints)
         self.placing = Placing(model, self.lists, self.multihead, self.sizes, self.complaints)
 
@@ -120,7 +114,7 @@ class _Compiler:
         heads = {
             path
             for path, style in self.styles.items()
-            if style == "vocab" and isinstance(self.model.get_submodule(path), nn.Linear)
+            if style.is_head(self.model.get_submodule(path))
         }
         gathers = {
             path: frozenset(rule.options.get("gather") or ())  # type: ignore[call-overload]
@@ -212,7 +206,7 @@ class _Compiler:
         if self.plan.layers is not None:
             message = f"layers: '{self.plan.layers.text}' names no module that was called"
             self.complaints.say(message, self.plan.layers_position)
-        elif self.sequence_parallel and ("rowwise" in self.styles.values() or self.multihead):
+        elif self.sequence_parallel and self.multihead.union(self.of("sums")):
             message = "no layer stack was found for the sequence-sharded stream"
             hint = "name it with 'layers:', or turn sequence_parallel off"
             self.complaints.about(None, [""], message, hint)
@@ -220,16 +214,13 @@ class _Compiler:
     def check_apart(self) -> None:
         """What runs on a part of the sequence must do the same to it as among the rest."""
         mixing, failing = {}, {}
-        for path, finding in self.probed.items():
-            if self.styles[path] != "sequence_parallel":
-                continue
+        for path in self.of("rows") & self.probed.keys():
+            finding, name = self.probed[path], self.styles[path].name
             if finding.fails is not None:
-                failing[path] = "sequence_parallel: it cannot be run on other lengths and numbers"
+                failing[path] = f"{name}: it cannot be run on other lengths and numbers"
                 failing[path] += f": {finding.fails}"
             elif finding.mixes:
-                mixing[path] = (
-                    "sequence_parallel: its result at one position depends on other positions"
-                )
+                mixing[path] = f"{name}: its result at one position depends on other positions"
         self.complaints.by_rule(mixing | failing)
 
     def check_bare(self) -> None:
@@ -240,12 +231,13 @@ class _Compiler:
             for names in self.placing.names.values()
             for name in names
             if (rule := self.matches.parameters.get(name)) is not None
-            and rule.style != "replicate"
+            and isinstance(named(rule.style).bare, Shard)
             and not met.isdisjoint(names)
         }
         message = "is used outside a sharded region, where each rank has only its part of it"
         for name, rule in cut.items() if self.tp > 1 else ():
-            self.complaints.about(rule, [name], f"{rule.style}: {message}", "make it replicate")
+            hint = f"make it {REPLICATE.name}"
+            self.complaints.about(rule, [name], f"{rule.style}: {message}", hint)
 
     def check_torn(self) -> None:
         torn = [name for name in self.trace.parameters.values() if self.torn(name)]
@@ -255,10 +247,10 @@ class _Compiler:
 
     def torn(self, name: str) -> bool:
         """Whether a replicated parameter's gradient is a part here and the whole there."""
-        style = self.placing.style_of(self.placing.owner(name))
-        if style == "rowwise" or self.tp == 1:
+        style = named(self.placing.style_of(self.placing.owner(name)))
+        if style.sums or self.tp == 1:
             return False
-        if style == "sequence_parallel" and self.sequence_parallel:
+        if style.rows and self.sequence_parallel:
             return False  # a part everywhere
         if not isinstance(self.placing.placement(name), Replicate):
             return False
@@ -282,7 +274,7 @@ class _Compiler:
     def failure(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Failure | None:
         plans = self.module_plans()
         parameters = self.matches.parameters
-        bare = {name: rule for name, rule in parameters.items() if rule.style != "replicate"}
+        bare = {n: r for n, r in parameters.items() if isinstance(named(r.style).bare, Shard)}
         columns = self.sizes.columns | self.multihead
         cut = (self.sizes.layouts, columns, bare, self.lists)
         found = (prove(self.model, plans, *cut, self.tp, call) for call in calls)
@@ -349,27 +341,22 @@ class _Compiler:
             return bool(placement.shared())
         if not isinstance(placement, Replicate):
             return False
-        style = self.placing.style_of(self.placing.owner(name))
-        if self.scatters(self.placing.owner(name)):
+        owner = self.placing.owner(name)
+        style, rule = named(self.placing.style_of(owner)), self.matches.modules.get(owner)
+        if rule is not None and style.scatters(rule.options):
             return True
-        if style in ("rowwise", "sequence_parallel") and not self._in_region(name, style):
+        # a row-parallel bias is added after the reduction, wherever the trace saw it added
+        if style.sums or (style.rows and name not in self.flow.in_region):
             return self.sequence_parallel
         on_stream = self.sequence_parallel and name in self.flow.on_stream
-        around = self.placing.owner(name) in self.containers()
+        around = owner in self.containers()
         if on_stream and around and name not in self.flow.elsewhere:
             return False  # the ops on the stream in its global form sum it themselves
         return name in self.flow.in_region or on_stream
 
-    def scatters(self, path: str) -> bool:
-        """Whether each rank gets its columns of a row-parallel layer's result."""
-        rule = self.matches.modules.get(path)
-        return (
-            rule is not None and rule.style == "rowwise" and rule.options.get("output") == "shard"
-        )
-
-    def _in_region(self, name: str, style: str) -> bool:
-        # a row-parallel bias is added after the reduction, wherever the trace saw it added
-        return style != "rowwise" and name in self.flow.in_region
+    def of(self, trait: str) -> set[str]:
+        """The modules of whose style something is true."""
+        return {path for path, style in self.styles.items() if getattr(style, trait)}
 
     def containers(self) -> set[str]:
         """The modules that the stream passes through in its global form."""
@@ -405,7 +392,7 @@ class _Compiler:
                 heads=self.heads_of(path),
                 container=path in containers,
                 draws=self.drawn(path),
-                read=self.styles.get(path) == "vocab"
+                read=self.styles.get(path, NONE).vocabulary
                 and any(f"{path}.{name}" in self.read for name in own),
                 attributes=FrozenMap(self.sizes.attributes.get(path)),
                 options=FrozenMap() if rule is None else rule.options,
@@ -417,14 +404,13 @@ class _Compiler:
 
     def stream_of(self, path: str) -> Argument | None:
         """The argument that carries the stream into a module that runs on its rows, or on all."""
-        if self.styles.get(path) not in ("sequence_parallel", "replicate"):
-            return None
-        return infer.carrying(self.trace, path)
+        style = self.styles.get(path, NONE)
+        return infer.carrying(self.trace, path) if style.rows or style.apart else None
 
     def width_norm(self, path: str) -> WidthNorm | None:
         """An RMSNorm of the very columns that a column-parallel layer makes, shown by numbers."""
         finding = self.probed.get(path)
-        if self.styles.get(path) != "colwise" or finding is None or not finding.exact:
+        if not self.styles.get(path, NONE).columns or finding is None or not finding.exact:
             return None
         if finding.kind != "rms_norm":
             return None
@@ -455,7 +441,7 @@ class _Compiler:
     def kernel(self, path: str) -> KernelChoice | None:
         finding = self.probed.get(path)
         if finding is not None and finding.kind is not None:
-            wide = self.styles.get(path) == "colwise"
+            wide = self.styles.get(path, NONE).columns
             obstacle = "its width is sharded" if wide else None
             return choose(finding.kind, finding.form, self.kernels, obstacle)
         if path in self.fused:

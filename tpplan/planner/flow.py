@@ -18,6 +18,7 @@ from tpplan.observe.positions import acts_on_each
 from tpplan.observe.trace import Call, Op, Trace
 from tpplan.planner.compiled import Boundary, Element
 from tpplan.planner.infer import KEEPING, VIEWS, sources
+from tpplan.styles import NONE, named
 
 
 @dataclass
@@ -63,7 +64,9 @@ class Flow:
     draws: dict[str, set[str]] = field(default_factory=dict)
 
 
-class _Walk:
+class Walk:
+    """One pass over a trace; what each style's calls take and give, the style says."""
+
     def __init__(
         self,
         trace: Trace,
@@ -77,17 +80,13 @@ class _Walk:
         dropouts: Set[str],
     ) -> None:
         self.trace, self.columns, self.multihead = trace, columns, multihead
-        self.styles = {path: rule.style for path, rule in rules.items()}
+        self.styles = {path: named(rule.style) for path, rule in rules.items()}
         self.gathered = {
-            path
-            for path, rule in rules.items()
-            if rule.style == "vocab" and rule.options.get("output") == "gather"
+            path for path, rule in rules.items() if rule.options.get("output") == "gather"
         }
         # row-parallel layers of whose result each rank gets its columns
         self.scattered = {
-            path
-            for path, rule in rules.items()
-            if rule.style == "rowwise" and rule.options.get("output") == "shard"
+            path for path, rule in rules.items() if named(rule.style).scatters(rule.options)
         }
         self.boundaries, self.elements = boundaries, elements
         self.local, self.dim, self.dropouts = local, dim, dropouts
@@ -128,7 +127,8 @@ class _Walk:
         given = (self._argument(call, b.arguments[0].name) for b in self.boundaries[call.path])
         return {number for number in given if number is not None}
 
-    def _element_of(self, call: Call) -> Call | None:
+    def element_of(self, call: Call) -> Call | None:
+        """The call of an element of the stack around another, or itself."""
         around = self.trace.ancestors(call.index)
         return next((c for c in around if c.path in self.elements), None)
 
@@ -153,66 +153,68 @@ class _Walk:
             self.flow.draws.setdefault(path, set()).update(met or {"whole"})
         return self.flow
 
-    def enter(self, call: Call) -> None:
-        for number in self.for_heads[call.index]:
-            self.flow.elsewhere |= self.weights.get(number, frozenset())  # type: ignore[arg-type]
-        style = self.styles.get(call.path)
-        given = next((n for n in call.arguments if n in self.trace.floating), None)
-        sharded = given in self.region and given not in self.whole_in_region
-        if style == "rowwise" and given is not None and not sharded:
-            self.flow.unsharded.append(call.path)
-        inside = style == "colwise" and call.path not in self.columns
-        if inside and given is not None and not sharded:
-            self.flow.unsplit.append(call.path)
-        head = style == "vocab" and call.path in self.boundaries
-        if (head or call.path in self.columns) and sharded:
+    # --- what styles say of their calls
+
+    def is_sharded(self, number: int | None) -> bool:
+        """Whether each rank has its own columns of a tensor."""
+        return number in self.region and number not in self.whole_in_region
+
+    def refuse_sharded(self, call: Call, given: int | None) -> None:
+        """The call makes columns of what must be whole."""
+        if self.is_sharded(given):
             self.flow.twice[call.path] = tuple(sources(self.trace, call, self.styles))
-        around = self._element_of(call)
-        if around is not None and style == "rowwise" and given is not None:
-            stream = self._argument(around, self.elements[around.path].argument.name)
-            # with or without their batch: as the column-parallel layers were given them
-            same = (given in self.flat) == (len(self.trace.shapes[given]) <= self.dim + 1)
-            if stream is None or not same or not self._rows_of(given, stream):
-                self.flow.flattened.append(call.path)
-        if call.path in self.elements:
-            number = self._argument(call, self.elements[call.path].argument.name)
-            beside = (self._argument(call, a.name) for a in self.elements[call.path].others)
-            self.stream.update(n for n in (number, *beside) if n is not None)
-        for boundary in self.boundaries.get(call.path, ()) if around is not None else ():
-            name = boundary.arguments[0].name
-            number = self._argument(call, name)
-            if number is not None:
-                ours = number in self.stream or number in self.region
-                (self.flow.streamed if ours else self.flow.whole).add((call.path, name))
-        outside = around is None and given in self.stream
-        if style == "replicate" and outside and given not in self.region:
-            self.apart.add(call.index)
-        if call.path in self.dropouts and given is not None:
-            kind = "region" if given in self.region else "stream" if given in self.stream else ""
-            self.flow.draws.setdefault(call.path, set()).add(kind or "whole")
+
+    def gives_columns(self, call: Call) -> None:
+        """Each rank has its own columns of what the call gives."""
+        self.region.update(call.outputs)
+        self.whole_in_region.difference_update(call.outputs)
+        self.flat.update(n for n in call.outputs if len(self.trace.shapes[n]) <= self.dim + 1)
+
+    def gives_whole(self, call: Call) -> None:
+        """Nothing of a region leaves the call."""
+        self.region.difference_update(call.outputs)
+        self.stream.difference_update(call.outputs)
+
+    def check_rows(self, call: Call, given: int) -> None:
+        """In an element, what is summed over the ranks has the rows of the stream."""
+        around = self.element_of(call)
+        if around is None:
+            return
+        stream = self._argument(around, self.elements[around.path].argument.name)
+        # with or without their batch: as the column-parallel layers were given them
+        same = (given in self.flat) == (len(self.trace.shapes[given]) <= self.dim + 1)
+        if stream is None or not same or not self._rows_of(given, stream):
+            self.flow.flattened.append(call.path)
 
     def _rows_of(self, number: int, stream: int) -> bool:
         """Whether a tensor has the rows of the stream, in its shape or without their batch."""
         rows, whole = self.trace.shapes[number][:-1], self.trace.shapes[stream][:-1]
         return rows == whole or (len(rows) == 1 and rows[0] == math.prod(whole))
 
+    # --- call by call, op by op
+
+    def enter(self, call: Call) -> None:
+        for number in self.for_heads[call.index]:
+            self.flow.elsewhere |= self.weights.get(number, frozenset())  # type: ignore[arg-type]
+        given = next((n for n in call.arguments if n in self.trace.floating), None)
+        self.styles.get(call.path, NONE).enter(self, call, given)
+        if call.path in self.elements:
+            number = self._argument(call, self.elements[call.path].argument.name)
+            beside = (self._argument(call, a.name) for a in self.elements[call.path].others)
+            self.stream.update(n for n in (number, *beside) if n is not None)
+        inside = self.element_of(call) is not None
+        for boundary in self.boundaries.get(call.path, ()) if inside else ():
+            name = boundary.arguments[0].name
+            number = self._argument(call, name)
+            if number is not None:
+                ours = number in self.stream or number in self.region
+                (self.flow.streamed if ours else self.flow.whole).add((call.path, name))
+        if call.path in self.dropouts and given is not None:
+            kind = "region" if given in self.region else "stream" if given in self.stream else ""
+            self.flow.draws.setdefault(call.path, set()).add(kind or "whole")
+
     def leave(self, call: Call) -> None:
-        style = self.styles.get(call.path)
-        if style == "colwise" or call.path in self.scattered:
-            self.region.update(call.outputs)
-            self.whole_in_region.difference_update(call.outputs)
-            self.flat.update(n for n in call.outputs if len(self.trace.shapes[n]) <= self.dim + 1)
-        elif style in ("rowwise", "vocab") or call.path in self.multihead:
-            self.region.difference_update(call.outputs)
-            self.stream.difference_update(call.outputs)
-        table = style == "vocab" and call.path not in self.boundaries
-        reduced = style == "rowwise" and call.path not in self.scattered
-        if reduced or (table and call.path not in self.gathered):
-            self.stream.update(call.outputs)
-        if call.path in self.multihead:
-            self.stream.update(call.outputs[:1])
-        if style == "sequence_parallel":
-            self.stream.update(n for n in call.outputs if n not in self.region)
+        self.styles.get(call.path, NONE).leave(self, call)
         element = self.elements.get(call.path)
         given = None if element is None else call.output_at(element.output)
         if element is not None and given is not None:
@@ -262,8 +264,7 @@ class _Walk:
         if weights:
             # outside the elements, every rank computes with all of the stream
             rows = stream and any(
-                c.path in self.elements or self.styles.get(c.path) == "sequence_parallel"
-                for c in around
+                c.path in self.elements or self.styles.get(c.path, NONE).rows for c in around
             )
             met = self.flow.in_region if region else self.flow.on_stream if rows else None
             (self.flow.elsewhere if met is None else met).update(weights)
@@ -339,7 +340,7 @@ class _Walk:
             for n in op.inputs
             if n in self.flat and not (op.pointwise or name in KEEPING or name in VIEWS)
         ]
-        if flat and self.styles.get(around[0].path) != "rowwise":
+        if flat and not self.styles.get(around[0].path, NONE).sums:
             self.flow.flattened.append(around[0].path)
         if any(n in self.flat for n in op.inputs):
             self.flat.update(op.outputs)
@@ -373,4 +374,4 @@ def follow(
         dim: the sequence dimension.
         dropouts: modules that draw for their input, also where they drew nothing this time.
     """
-    return _Walk(trace, rules, columns, multihead, boundaries, elements, local, dim, dropouts).run()
+    return Walk(trace, rules, columns, multihead, boundaries, elements, local, dim, dropouts).run()

@@ -10,6 +10,7 @@ from torch import nn
 from tpplan.language import Diagnostic, Expression, ExpressionError, Position, Rule
 from tpplan.layout import MisfitError, Part, Rows, rows_of
 from tpplan.planner.match import fold
+from tpplan.styles import named
 
 _QUERIES = frozenset({"q", "query", "queries"})
 _KEYS = frozenset({"k", "v", "key", "value", "keys", "values"})
@@ -56,7 +57,8 @@ class Geometry:
         self.transposed, self.wrong = transposed, wrong
         self.groups: dict[str, Heads] = {}
         for path, rule in rules.items():
-            if rule.style in ("colwise", "attention"):
+            style = named(rule.style)
+            if style.columns or style.heads:
                 group = self.group_of(path)
                 if group not in self.groups:
                     self.groups[group] = self._heads(group)
@@ -77,7 +79,7 @@ class Geometry:
         around = path
         while True:
             rule = self.rules.get(around)
-            if rule is not None and rule.style == "attention":
+            if rule is not None and named(rule.style).heads:
                 return around
             if not around:
                 return path.rpartition(".")[0]
@@ -108,7 +110,7 @@ class Geometry:
         stated = {
             key: self.evaluate(rule, group, key, rule.options[key])
             for key in _COUNTS
-            if rule is not None and rule.style == "attention" and key in rule.options
+            if rule is not None and named(rule.style).heads and key in rule.options
         }
         values = {**inferred, **stated}
         if "heads" in stated and "kv_heads" not in stated and not views:
@@ -217,7 +219,7 @@ class Geometry:
         result: dict[str, dict[str, tuple[int, int]]] = {}
         for path, rule in self.rules.items():
             expressions = rule.options.get("attributes")
-            if rule.style != "attention" or not isinstance(expressions, Mapping):
+            if not named(rule.style).heads or not isinstance(expressions, Mapping):
                 continue
             where = rule.option_positions.get("attributes", rule.position)
             known = self.groups[path]

@@ -13,6 +13,7 @@ from tpplan.observe.places import Argument, Place
 from tpplan.observe.trace import Call, Trace, stream_input
 from tpplan.planner.compiled import Boundary, Element
 from tpplan.planner.match import fold
+from tpplan.styles import NONE, Style, named
 
 VIEWS = frozenset({"view", "_unsafe_view", "reshape", "unflatten", "unsqueeze", "squeeze"})
 KEEPING = frozenset({"clone", "alias", "detach", "_to_copy", "contiguous", "lift_fresh"})
@@ -126,7 +127,7 @@ def whole_in(trace: Trace, number: int, outer: Call, columns: set[str]) -> set[i
 
 def find_elements(
     trace: Trace,
-    styles: Mapping[str, str],
+    styles: Mapping[str, Style],
     layers: Pattern | None,
     boundaries: Mapping[str, tuple[Boundary, ...]],
     multihead: Set[str],
@@ -141,7 +142,7 @@ def find_elements(
     if layers is not None:
         paths = [path for path in called if layers.matches(path)]
     else:
-        rows = [path for path, style in styles.items() if style == "rowwise"] or sorted(multihead)
+        rows = [path for path, style in styles.items() if style.sums] or sorted(multihead)
         paths = list(dict.fromkeys(_stacked(path) for path in rows))
     elements = {}
     for path in paths:
@@ -170,7 +171,7 @@ def _others(
     call: Call,
     stream: Argument,
     entering: set[int],
-    styles: Mapping[str, str],
+    styles: Mapping[str, Style],
     multihead: Set[str],
 ) -> tuple[Argument, ...]:
     """Arguments whose rows meet those of the stream, as an embedding of the tokens in every layer.
@@ -198,7 +199,7 @@ def _meets(
     call: Call,
     other: int,
     stream: int,
-    styles: Mapping[str, str],
+    styles: Mapping[str, Style],
     multihead: Set[str],
 ) -> bool:
     """Whether what becomes of a tensor in an element meets the stream, and not its columns."""
@@ -206,12 +207,12 @@ def _meets(
     met = False
     for op in trace.ops[call.first_op : call.last_op]:
         around = {c.path for c in trace.ancestors(op.call)}
-        within = {styles.get(path) for path in around}
+        within = [styles[path] for path in around if path in styles]
         whole = not around.isdisjoint(multihead)
-        cut = "colwise" in within or not columns.isdisjoint(op.inputs)
+        cut = any(style.columns for style in within) or not columns.isdisjoint(op.inputs)
         if (cut or whole) and not apart.isdisjoint(op.inputs):
             return False
-        if "rowwise" in within or whole:
+        if whole or any(style.sums for style in within):
             streams.update(op.outputs)
         elif cut:
             columns.update(op.outputs)
@@ -276,12 +277,13 @@ def _heads_of(shape: tuple[int, ...], width: int, deeper: int) -> tuple[int, ...
     return shape[-count:] if product == width and count > 1 else ()
 
 
-def sources(trace: Trace, call: Call, styles: Mapping[str, str]) -> list[str]:
+def sources(trace: Trace, call: Call, styles: Mapping[str, Style]) -> list[str]:
     """The column-parallel layers whose outputs reach the input of a call, as it was traced."""
     ends = {
         number: other.path
         for other in trace.calls
-        if styles.get(other.path) in ("colwise", "rowwise") and other.index != call.index
+        if (style := styles.get(other.path, NONE)).columns or style.sums
+        if other.index != call.index
         for number in other.outputs
     }
     pending = {n for n in call.arguments if n in trace.floating}
@@ -290,7 +292,7 @@ def sources(trace: Trace, call: Call, styles: Mapping[str, str]) -> list[str]:
         if not pending.intersection(op.outputs):
             continue
         reached = [ends[n] for n in pending.intersection(op.outputs) if n in ends]
-        found.update(path for path in reached if styles[path] == "colwise")
+        found.update(path for path in reached if styles[path].columns)
         pending.difference_update(op.outputs)
         if not reached:
             pending.update(op.inputs)
@@ -306,7 +308,7 @@ def require_called(trace: Trace, rules: Mapping[str, Rule], tied: Set[str]) -> N
     called = {c.path for c in trace.calls} | tied
     silent: dict[str, list[str]] = {}
     for path, rule in rules.items():
-        if rule.style in ("colwise", "rowwise", "vocab") and path not in called:
+        if named(rule.style).sharded and path not in called:
             silent.setdefault(rule.pattern.text, []).append(path)
     message = "was not called in the forward pass that was traced"
     hint = "give inputs= with which the model calls it, or leave it out of the plan"

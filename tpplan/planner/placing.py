@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.language import Diagnostic, Position, Rule
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.match import fold
 from tpplan.planner.sizes import Sizes
-from tpplan.planner.styles import placement_in
+from tpplan.styles import named
 
 
 class Placing:
@@ -57,7 +57,7 @@ class Placing:
         for name, own in self.matches.parameters.items():
             owner, leaf = self.owner(name), name.rpartition(".")[2]
             module, style = self.matches.modules.get(owner), self.style_of(owner)
-            if module is None or style is None or style == "attention":
+            if module is None or named(style).heads:
                 continue
             if self.placement_by(style, owner, leaf) != self.placement(name):
                 message = f"'{own.style}' contradicts '{style}', the rule of its module"
@@ -71,10 +71,10 @@ class Placing:
         """The rule that governs a parameter: its own, or its module's."""
         own = self.matches.parameters.get(parameter)
         owner = self.owner(parameter)
-        around = owner.rpartition(".")[0] if owner.endswith(".out_proj") else ""
-        rule = self.matches.modules.get(around if around in self.multihead else owner)
-        attention = rule is not None and rule.style == "attention"
-        if own is None and attention and not {around, owner} & self.multihead:
+        around = owner.rpartition(".")[0]
+        rule = self.matches.modules.get(around if self._inner(owner) else owner)
+        states = rule is not None and named(rule.style).heads
+        if own is None and states and not {around, owner} & self.multihead:
             return None
         if own is None and rule is None:
             heads = self.list_of(parameter)
@@ -89,21 +89,22 @@ class Placing:
         """Where a parameter goes, by any of its names."""
         own = self.matches.parameters.get(parameter)
         if own is not None:
-            return Replicate() if own.style == "replicate" else Shard(0)
+            return named(own.style).bare or Replicate()
         owner, leaf = self.owner(parameter), parameter.rpartition(".")[2]
-        style = self.style_of(owner)
-        return Replicate() if style is None else self.placement_by(style, owner, leaf)
+        return self.placement_by(self.style_of(owner), owner, leaf)
 
-    def placement_by(self, style: str, owner: str, leaf: str) -> Placement:
+    def placement_by(self, style: str | None, owner: str, leaf: str) -> Placement:
         """Where a module's style puts one of its parameters."""
         module, transposed = self.model.get_submodule(owner), owner in self.sizes.transposed
-        return placement_in(style, leaf, module, transposed, self.sizes.layouts.get(owner))
+        return named(style).placement(leaf, module, transposed, self.sizes.layouts.get(owner))
 
     def style_of(self, path: str) -> str | None:
-        """The style of a module; the output projection of torch's attention is row-parallel."""
+        """The style of a module: its rule's, or what it has in a region that is one module."""
+        return self._inner(path) or self.styles.get(path)
+
+    def _inner(self, path: str) -> str | None:
         around, _, leaf = path.rpartition(".")
-        inside = leaf == "out_proj" and around in self.multihead
-        return "rowwise" if inside else self.styles.get(path)
+        return named(self.styles[around]).inner.get(leaf) if around in self.multihead else None
 
     def owner(self, parameter: str) -> str:
         """The path of the module that holds a parameter: its first, where it has several."""

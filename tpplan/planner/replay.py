@@ -30,6 +30,7 @@ from tpplan.observe.twins import buffer_like, without_hooks
 from tpplan.planner.compiled import Element, ModulePlan
 from tpplan.planner.geometry import attribute
 from tpplan.planner.match import folded
+from tpplan.styles import named
 
 _LARGE, _SMALL = 2**22, 2**16
 _TOLERANCE = 1e-4
@@ -125,7 +126,7 @@ class _Replay:
     def _answers(self, model: nn.Module, path: str) -> bool:
         """Whether a module answers with random numbers instead of computing."""
         plan, module = self.plans[path], model.get_submodule(path)
-        if path in self.columns or plan.style in ("rowwise", "vocab"):
+        if path in self.columns or named(plan.style).answers:
             return True
         size = sum(p.numel() for p in module._parameters.values() if p is not None)
         return size > _LARGE and not list(module.children())
@@ -134,7 +135,7 @@ class _Replay:
         plan = self.plans.get(path)
         if plan is not None:
             original = module.forward
-            if plan.style == "colwise" and path not in self.columns:
+            if named(plan.style).columns and path not in self.columns:
                 module.forward = self._inner(path, original, plan)  # type: ignore[method-assign]
                 self.inner += [] if plan.norm else [path]
             elif plan.multihead:
@@ -230,11 +231,12 @@ class _Replay:
                 self.events.append(_Event(path, given.clone(), made))
                 return made.clone()
             event = self._next(path)
-            if plan.style == "rowwise":
+            style = named(plan.style)
+            if style.sums:
                 each = event.given.size(-1) // self.tp
                 due = event.given.narrow(-1, self.rank * each, each)
                 _compare(path, due, given, "its input is not this rank's columns")
-                if plan.options.get("output") != "shard":
+                if not style.scatters(plan.options):
                     return event.made.clone()
                 each = event.made.size(-1) // self.tp
                 return event.made.narrow(-1, self.rank * each, each).clone()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from tpplan.language import Rule
-from tpplan.layout import MisfitError, Part, Rows, rows_of
+from tpplan.layout import MisfitError, Rows
 from tpplan.observe.places import Argument
 from tpplan.observe.products import Products
 from tpplan.observe.trace import Trace
@@ -16,9 +16,8 @@ from tpplan.planner import infer
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import fold
-from tpplan.planner.styles import divisors, placement_in, runs_as
-
-_FUSED = ("activation_relu_or_gelu", "use_nested_tensor")
+from tpplan.styles import named
+from tpplan.styles.style import Misfits
 
 
 class Sizes:
@@ -53,14 +52,15 @@ class Sizes:
         called = {call.path for call in trace.calls}
         refused = {}
         for path, rule in self.rules.items():
-            if rule.style not in ("colwise", "rowwise") or path not in called:
+            style = named(rule.style)
+            if not (style.columns or style.sums) or path not in called:
                 continue
             if self.model.get_submodule(path)._parameters.get("weight") is None:
                 continue  # said before
             found = self.products.orientation(trace, path)
             stated = rule.options.get("transposed")
             if found is None:
-                if rule.style == "rowwise" or isinstance(self.model.get_submodule(path), nn.Linear):
+                if style.sums or isinstance(self.model.get_submodule(path), nn.Linear):
                     refused[path] = f"{rule.style}: it does not just multiply by its weight"
                 continue
             if stated is not None and stated != (found == "transposed"):
@@ -68,7 +68,7 @@ class Sizes:
                 refused[path] = f"transposed: its weight is stored {is_}"
             if found == "transposed":
                 self.transposed.add(path)
-            if rule.style == "colwise":
+            if style.columns:
                 self.columns.add(path)
         self.complaints.by_rule(refused)
 
@@ -78,85 +78,21 @@ class Sizes:
         self.geometry = Geometry(
             self.model, self.rules, seen, self.transposed, self.complaints.wrong
         )
-        misfits: dict[str, dict[str, str]] = {}
+        self.attributes = self.geometry.attributes(self.tp)
+        misfits: Misfits = {}
         for path, rule in self.rules.items():
             try:
-                if path in self.columns:
-                    rows = self.geometry.rows(path, self.tp)
-                    if rows is not None:
-                        self.layouts[path] = rows
-                elif rule.style == "colwise":
-                    self._inside(path, misfits)
-                elif rule.style == "rowwise":
-                    weight = self.model.get_submodule(path)._parameters.get("weight")
-                    if weight is None or weight.dim() != 2:
-                        continue  # said before
-                    width = int(weight.shape[0 if path in self.transposed else 1])
-                    if width % self.tp:
-                        fit = divisors(width)
-                        message = f"rowwise: tp {self.tp} does not divide its {width} inputs"
-                        misfits.setdefault(fit, {})[path] = message
-                    outputs = int(weight.numel()) // width
-                    if rule.options.get("output") == "shard" and outputs % self.tp:
-                        message = f"output: tp {self.tp} does not divide its {outputs} outputs"
-                        misfits.setdefault(divisors(outputs), {})[path] = message
+                named(rule.style).lay_out(self, path, rule, misfits)
             except MisfitError as error:
                 fit = self.geometry.fitting(path)
-                misfits.setdefault(fit, {})[path] = f"colwise: {error}"
+                misfits.setdefault(fit, {})[path] = f"{rule.style}: {error}"
         for fit, found in misfits.items():
             self.complaints.by_rule(found, f"tp may be {fit}")
-        for path in self.multihead if not self.complaints.wrong else ():
-            self._multihead(path)
-        self.attributes = {**self.geometry.attributes(self.tp), **self._groups()}
-        for path, module in self.model.named_modules():
-            # torch's fused layers would read the sharded weights
-            for name in _FUSED:
-                inside = any(p.startswith(f"{path}.") for p in self.multihead)
-                if inside and self.tp > 1 and isinstance(getattr(module, name, None), bool | int):
-                    present = getattr(module, name)
-                    self.attributes.setdefault(path, {})[name] = (present, 0)
         self.head_inputs = {
             path: self._own_heads(trace, path, rule)
             for path, rule in self.rules.items()
             if rule.options.get("head_inputs")
         }
-
-    def _inside(self, path: str, misfits: dict[str, dict[str, str]]) -> None:
-        """A module on sharded columns or heads: of its parameters every rank has as many rows."""
-        module = self.model.get_submodule(path)
-        for leaf, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            dim = placement_in("colwise", leaf, module, False, None).dim  # type: ignore[attr-defined]
-            size = int(parameter.shape[dim]) if parameter.dim() else 1
-            if size % self.tp:
-                message = f"colwise: tp {self.tp} does not divide the {size} rows of its {leaf}"
-                misfits.setdefault(divisors(size), {})[path] = message
-
-    def _groups(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """torch's norm over groups of channels counts them: each rank has its own."""
-        found = {}
-        for path, rule in self.rules.items():
-            module = self.model.get_submodule(path)
-            if rule.style != "colwise" or not runs_as(module, nn.GroupNorm):
-                continue
-            groups, channels = int(module.num_groups), int(module.num_channels)  # type: ignore[arg-type]
-            if groups % self.tp:
-                message = f"colwise: tp {self.tp} does not divide its {groups} groups"
-                self.complaints.by_rule({path: message}, f"tp may be {divisors(groups)}")
-                continue
-            found[path] = {
-                "num_groups": (groups, groups // self.tp),
-                "num_channels": (channels, channels // self.tp),
-            }
-        return found
-
-    def _multihead(self, path: str) -> None:
-        module = self.model.get_submodule(path)
-        width, heads = int(module.embed_dim), int(module.num_heads)  # type: ignore[arg-type]
-        if module._parameters.get("in_proj_weight") is not None and self.tp > 1:
-            parts = [Part(name, width, heads) for name in ("q", "k", "v")]
-            self.layouts[path] = rows_of(parts, 1, self.tp)
 
     def _own_heads(self, trace: Trace, path: str, rule: Rule) -> tuple[tuple[Argument, int], ...]:
         asked = rule.options["head_inputs"]

@@ -10,6 +10,7 @@ from tpplan.planner.compiled import Element
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.infer import VIEWS
 from tpplan.planner.match import fold
+from tpplan.styles import NONE, named
 
 _SAME = VIEWS | {"alias", "clone", "contiguous"}
 
@@ -62,9 +63,10 @@ def _runs(
     runs: dict[int, list[Call]] = {}
     for call in trace.calls:
         rule = rules.get(call.path)
-        if rule is None or rule.style != "rowwise":
+        style = NONE if rule is None else named(rule.style)
+        if rule is None or not style.sums or style.scatters(rule.options):
             continue
-        if rule.options.get("reduce") == "separate" or rule.options.get("output") == "shard":
+        if rule.options.get("reduce") == "separate":
             continue
         element = next((c for c in trace.ancestors(call.index) if c.path in elements), None)
         if element is not None:

@@ -10,6 +10,7 @@ from tpplan.planner import infer
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.match import fold
 from tpplan.planner.replay import Failure
+from tpplan.styles import named
 
 _PACKED = "a layer that is several projections in one needs 'packed'"
 
@@ -29,7 +30,7 @@ def say_unproved(
     made = [other for other in order if other in columns and _inside(other, path)]
     call = next((c for c in trace.calls if c.path == path), None)
     if call is not None and not made:
-        styles = {known: rule.style for known, rule in rules.items()}
+        styles = {known: named(rule.style) for known, rule in rules.items()}
         made = infer.sources(trace, call, styles)
     rule = rules[made[0]] if made else _rule_near(rules, path)
     paths = [path]
@@ -48,7 +49,7 @@ def say_unproved(
             f"{_PACKED}; a size in the model's code may have to become a per-rank value, see "
             "'attributes' of the attention style"
         )
-    elif own is not None and own.style == "attention":
+    elif own is not None and named(own.style).heads:
         rule, message = own, f"{at} it {message}"
     else:
         message = f"{at} it {message}"

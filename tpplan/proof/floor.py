@@ -13,16 +13,18 @@ from torch import nn
 
 from tpplan.planner import CompiledPlan
 from tpplan.proof.ranks import Reference
+from tpplan.styles import named
 
 
 def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mapping[str, int]]:
     """Phase -> kind -> the least number, for one forward and backward without a loss."""
     modules = compiled.modules.values()
-    rows = [m for m in modules if m.style == "rowwise" and m.options.get("output") != "shard"]
-    scattered = sum(m.style == "rowwise" for m in modules) - len(rows)
+    sums = [m for m in modules if named(m.style).sums]
+    rows = [m for m in sums if not named(m.style).scatters(m.options)]
+    scattered = len(sums) - len(rows)
     blocks = len({m.together or (m.path,) for m in rows})
     # a tied table that only holds the weight of others looks nothing up
-    vocabs = [m for m in modules if m.style == "vocab" and m.path in reference.called]
+    vocabs = [m for m in modules if named(m.style).vocabulary and m.path in reference.called]
     tables = sum(
         1 for m in vocabs if isinstance(reference.model.get_submodule(m.path), nn.Embedding)
     )

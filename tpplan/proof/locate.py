@@ -27,6 +27,7 @@ from tpplan.proof.ranks import (
     whole,
 )
 from tpplan.rewrite import apply
+from tpplan.styles import named
 
 _SUSPECT = 1e-4
 
@@ -86,7 +87,7 @@ def watched(
 
     for path, module in model.named_modules():
         plan = compiled.modules.get(path)
-        if plan is not None and plan.style == "rowwise":
+        if plan is not None and named(plan.style).sums:
             hook = module.register_forward_pre_hook(lambda _, args, path=path: before(path, args))
             handles.append(hook)
         handles.append(module.register_forward_hook(lambda _, __, out, path=path: after(path, out)))

@@ -24,6 +24,7 @@ from tpplan.observe.likeness import identity
 from tpplan.observe.places import with_at
 from tpplan.planner import CompiledPlan, Element, ModulePlan
 from tpplan.planner.replay import taken
+from tpplan.styles import named
 
 _LARGE = 2**16
 _RANK = 8
@@ -193,7 +194,7 @@ def _thin(modules: Mapping[str, nn.Module], compiled: CompiledPlan) -> dict[int,
 def _uncut(module: nn.Module, plan: ModulePlan | None, placement: Placement) -> int | None:
     """The dimension of a module's weight that no rank cuts; None where it is not a mere product."""
     # the others run their own code on the weight as it is
-    if plan is None or not (plan.projection or plan.style in ("rowwise", "vocab")):
+    if plan is None or not (plan.projection or named(plan.style).answers):
         return None
     cut = placement.dim if isinstance(placement, Shard | Rows) else 0
     return None if isinstance(module, nn.Embedding) and cut else 1 - cut

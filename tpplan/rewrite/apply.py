@@ -15,6 +15,7 @@ from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.holders import Undo, replace, require_whole
 from tpplan.rewrite.streams import OwnMembers
 from tpplan.rewrite.styles import PlannedStyle, swap_kernels
+from tpplan.styles import named
 
 _MARK = "_tpplan_plan"
 
@@ -50,7 +51,7 @@ def apply(
             stream.whole_results = all(
                 plan.options.get("output") != "shard"
                 for plan in compiled.modules.values()
-                if plan.style == "vocab"
+                if named(plan.style).vocabulary
             )
             installed: dict[str, nn.Parameter] = {}
             entries: dict[tuple[int | str, ...], Entry] = {}

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from tpplan.comm import Group
 from tpplan.compat import in_backward
 from tpplan.rewrite.lowered import Lowered
+from tpplan.styles import named
 
 
 class Draws(Lowered):
@@ -53,11 +54,11 @@ class Draws(Lowered):
             return self._masked(input)
         if stream.is_sharded(input):
             assert isinstance(input, DTensor)
-            if state.plan.style == "sequence_parallel" and not torch.compiler.is_compiling():
+            if named(state.plan.style).rows and not torch.compiler.is_compiling():
                 return self._masked(input)  # goes local by itself
             out = self._masked(stream.to_local(input))
             return stream.to_global(out, input.size(stream.dim))
-        if state.plan.style == "sequence_parallel":
+        if named(state.plan.style).rows:
             return self._masked(input)
         return self._alike(input)  # called by itself, outside the stack, with a whole tensor
 

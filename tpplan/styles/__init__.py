@@ -1,0 +1,30 @@
+"""The styles: one file each, found by looking for them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from tpplan.styles.style import Style, divisors, runs_as
+
+_FILES = (import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__))
+STYLES: dict[str, Style] = {
+    thing.name: thing
+    for file in _FILES
+    for thing in vars(file).values()
+    if isinstance(thing, Style)
+}
+NONE = Style()
+
+
+def named(style: str | None) -> Style:
+    """A style by its name; of None what becomes of a module without a rule."""
+    return STYLES.get(style or "", NONE)
+
+
+def those_with(trait: str) -> list[str]:
+    """The names of the styles that have something, for messages."""
+    return [name for name, style in STYLES.items() if getattr(style, trait)]
+
+
+__all__ = ["NONE", "STYLES", "Style", "divisors", "named", "runs_as", "those_with"]

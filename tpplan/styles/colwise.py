@@ -1,0 +1,106 @@
+"""``colwise``: each rank computes its own columns of the output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from tpplan.language import Rule
+from tpplan.layout import Rows
+from tpplan.styles.style import Misfits, Style, divisors, is_matrix, runs_as, without_weight
+
+if TYPE_CHECKING:
+    from tpplan.observe.trace import Call
+    from tpplan.planner.flow import Walk
+    from tpplan.planner.sizes import Sizes
+
+
+class Colwise(Style):
+    """A product, whatever works on columns or heads, or a list with a module for each head."""
+
+    name = "colwise"
+    columns = probed = True
+    bare = Shard(0)
+    hf = ("colwise",)
+
+    def complaint(self, module: nn.Module, tp: int) -> str | None:
+        """No weight, or modules of which the ranks cannot run different ones."""
+        if not self.is_list(module):
+            return without_weight(module)
+        if len(module) % tp:  # type: ignore[arg-type]
+            return f"tp {tp} does not divide its {len(module)} modules"  # type: ignore[arg-type]
+        return _unlike(module)  # type: ignore[arg-type]
+
+    def is_list(self, module: nn.Module) -> bool:
+        """A module for each head, of which a rank runs those of its own heads."""
+        return isinstance(module, nn.ModuleList)
+
+    def placement(
+        self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None
+    ) -> Placement:
+        """Cut by outputs."""
+        columns = transposed or isinstance(module, nn.Embedding)
+        dim = 1 if is_matrix(module, leaf) and columns else 0
+        return Shard(dim) if rows is None else Rows(dim, rows.pieces)
+
+    def lay_out(self, sizes: Sizes, path: str, rule: Rule, misfits: Misfits) -> None:
+        """Rows by heads of a product; of everything else as many on each rank."""
+        module = sizes.model.get_submodule(path)
+        if path in sizes.columns:
+            rows = sizes.geometry.rows(path, sizes.tp)
+            if rows is not None:
+                sizes.layouts[path] = rows
+            return
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            dim = self.placement(leaf, module, False, None).dim  # type: ignore[attr-defined]
+            size = int(parameter.shape[dim]) if parameter.dim() else 1
+            if size % sizes.tp:
+                said = f"colwise: tp {sizes.tp} does not divide the {size} rows of its {leaf}"
+                misfits.setdefault(divisors(size), {})[path] = said
+        if runs_as(module, nn.GroupNorm):
+            _count_groups(sizes, path, module, misfits)
+
+    def enter(self, walk: Walk, call: Call, given: int | None) -> None:
+        """A product makes columns of what is whole; everything else works on columns."""
+        sharded = walk.is_sharded(given)
+        if call.path in walk.columns:
+            walk.refuse_sharded(call, given)
+        elif given is not None and not sharded:
+            walk.flow.unsplit.append(call.path)
+
+    def leave(self, walk: Walk, call: Call) -> None:
+        """Columns."""
+        walk.gives_columns(call)
+
+
+def _unlike(members: nn.ModuleList) -> str | None:
+    """What keeps the ranks from summing the gradients of different members with each other."""
+    held = [list(member.named_parameters(remove_duplicate=False)) for member in members]
+    if len({tuple((name, p.shape, p.dtype) for name, p in each) for each in held}) > 1:
+        return "its modules have different parameters, and each rank runs others of them"
+    every = [m for member in members for _, m in member.named_modules(remove_duplicate=False)]
+    inner = [id(m) for m in every if any(p is not None for p in m._parameters.values())]
+    if len(set(inner)) < len(inner):
+        return "a module is in it several times, and each rank runs others of its modules"
+    return None
+
+
+def _count_groups(sizes: Sizes, path: str, module: nn.Module, misfits: Misfits) -> None:
+    """torch's norm over groups of channels counts them: each rank has its own."""
+    groups, channels = int(module.num_groups), int(module.num_channels)  # type: ignore[arg-type]
+    if groups % sizes.tp:
+        said = f"colwise: tp {sizes.tp} does not divide its {groups} groups"
+        misfits.setdefault(divisors(groups), {})[path] = said
+        return
+    sizes.attributes[path] = {
+        "num_groups": (groups, groups // sizes.tp),
+        "num_channels": (channels, channels // sizes.tp),
+    }
+
+
+COLWISE = Colwise()

@@ -1,0 +1,79 @@
+"""``rowwise``: each rank multiplies its columns of the input, and the ranks sum what they get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from tpplan.language import Rule
+from tpplan.layout import Rows
+from tpplan.styles.style import Misfits, Style, divisors, is_matrix, without_weight
+
+if TYPE_CHECKING:
+    from tpplan.observe.trace import Call
+    from tpplan.planner.flow import Walk
+    from tpplan.planner.sizes import Sizes
+
+
+class Rowwise(Style):
+    """A product that ends a sharded region."""
+
+    name = "rowwise"
+    sums = True
+    reasons = ("its partial outputs, summed", "gradient of its output")
+    hf = ("rowwise",)
+
+    def complaint(self, module: nn.Module, tp: int) -> str | None:
+        """It must have a matrix."""
+        wrong = without_weight(module)
+        if wrong is None and module._parameters["weight"].dim() != 2:  # type: ignore[union-attr]
+            return f"{type(module).__name__} does not multiply by a matrix"
+        return wrong
+
+    def scatters(self, options: Mapping[str, object]) -> bool:
+        """As the plan says."""
+        return options.get("output") == "shard"
+
+    def placement(
+        self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None
+    ) -> Placement:
+        """Cut by inputs; the bias is added once, after the sum."""
+        return Shard(0 if transposed else 1) if is_matrix(module, leaf) else Replicate()
+
+    def lay_out(self, sizes: Sizes, path: str, rule: Rule, misfits: Misfits) -> None:
+        """As many inputs on each rank, and as many outputs where they are shared out."""
+        weight = sizes.model.get_submodule(path)._parameters.get("weight")
+        if weight is None or weight.dim() != 2:
+            return  # said before
+        tp = sizes.tp
+        width = int(weight.shape[0 if path in sizes.transposed else 1])
+        if width % tp:
+            said = f"rowwise: tp {tp} does not divide its {width} inputs"
+            misfits.setdefault(divisors(width), {})[path] = said
+        outputs = int(weight.numel()) // width
+        if self.scatters(rule.options) and outputs % tp:
+            said = f"output: tp {tp} does not divide its {outputs} outputs"
+            misfits.setdefault(divisors(outputs), {})[path] = said
+
+    def enter(self, walk: Walk, call: Call, given: int | None) -> None:
+        """It is given columns, of the rows of the stream."""
+        if given is None:
+            return
+        if not walk.is_sharded(given):
+            walk.flow.unsharded.append(call.path)
+        walk.check_rows(call, given)
+
+    def leave(self, walk: Walk, call: Call) -> None:
+        """The stream, or columns of it."""
+        if call.path in walk.scattered:
+            walk.gives_columns(call)
+        else:
+            walk.gives_whole(call)
+            walk.stream.update(call.outputs)
+
+
+ROWWISE = Rowwise()

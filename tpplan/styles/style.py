@@ -1,0 +1,127 @@
+"""What every style can be asked; each of the others is one file beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from tpplan.language import FrozenMap, Rule
+from tpplan.layout import Rows
+
+if TYPE_CHECKING:
+    from tpplan.observe.trace import Call
+    from tpplan.planner.flow import Walk
+    from tpplan.planner.sizes import Sizes
+
+Misfits = dict[str, dict[str, str]]
+"""The values of tp that would fit -> module path -> what does not."""
+
+
+class Style:
+    """What becomes of a module by its rule; as it is here: nothing, its parameters whole.
+
+    Attributes:
+        name: what plans call it.
+        columns: whether its outputs are sharded: each rank computes columns of its own.
+        sums: whether its inputs are sharded, and its outputs the sum over the ranks.
+        vocabulary: whether each rank has a range of a vocabulary.
+        rows: whether it runs on a rank's rows of the sequence-sharded stream.
+        heads: whether it states how many heads there are, for what is inside of it.
+        apart: whether it computes with the whole of what it is given, also of the stream.
+        bare: where a parameter goes that has such a rule of its own; None: it cannot have.
+        probed: whether what it computes is found by running it.
+        inner: the styles of its children by name, where the module as a whole has a style.
+        reasons: what its collectives are for, forward and backward.
+        hf: what transformers calls it.
+    """
+
+    name = ""
+    columns = sums = vocabulary = rows = heads = apart = probed = False
+    bare: Placement | None = None
+    inner: Mapping[str, str] = FrozenMap()
+    reasons = ("a whole tensor where the stream is sharded", "gradient of a whole tensor")
+    hf: tuple[str, ...] = ()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a forward that never calls it shows too little of it."""
+        return self.columns or self.sums or self.vocabulary
+
+    @property
+    def answers(self) -> bool:
+        """Whether it computes nothing but a product with its weight, or a look-up in it."""
+        return self.sums or self.vocabulary
+
+    def complaint(self, module: nn.Module, tp: int) -> str | None:
+        """What stands in the way of the style on a module; None where nothing does."""
+        return None
+
+    def is_region(self, module: nn.Module) -> bool:
+        """Whether the module is a sharded region by itself, entry and exit included."""
+        return False
+
+    def is_list(self, module: nn.Module) -> bool:
+        """Whether each rank runs some of the module's members, in the place of all."""
+        return False
+
+    def is_head(self, module: nn.Module) -> bool:
+        """Whether the stream enters it as it enters a region, and its columns are the result."""
+        return False
+
+    def scatters(self, options: Mapping[str, object]) -> bool:
+        """Whether of a sum each rank gets its columns."""
+        return False
+
+    def placement(
+        self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None
+    ) -> Placement:
+        """Where the module's parameter ``leaf`` goes.
+
+        Args:
+            transposed: whether the weight is stored (in, out).
+            rows: of a module that is not simply cut evenly.
+        """
+        return Replicate()
+
+    def lay_out(self, sizes: Sizes, path: str, rule: Rule, misfits: Misfits) -> None:
+        """Find what each rank has of a module, and note where tp does not fit.
+
+        Raises:
+            MisfitError: where the module's heads do not.
+        """
+
+    def enter(self, walk: Walk, call: Call, given: int | None) -> None:
+        """What must hold of the first activation that a call is given, in the flow of tensors."""
+
+    def leave(self, walk: Walk, call: Call) -> None:
+        """What a call gives: sharded columns, the stream, or something whole."""
+
+
+def divisors(*numbers: int) -> str:
+    """The values of tp up to 64 that divide every one of ``numbers``, for messages."""
+    fit = [n for n in range(1, 65) if all(number % n == 0 for number in numbers)]
+    return ", ".join(map(str, fit))
+
+
+def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether ``module`` computes exactly what torch's ``kind`` does."""
+    return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def without_weight(module: nn.Module) -> str | None:
+    """What is said of a module that has no weight to shard; None of one that has."""
+    if module._parameters.get("weight") is not None:
+        return None
+    own = [name for name, _ in module.named_children()]
+    inside = f"; its parts are {', '.join(own[:6])}" if own else ""
+    return f"{type(module).__name__} has no weight of its own to shard{inside}"
+
+
+def is_matrix(module: nn.Module, leaf: str) -> bool:
+    """Whether a parameter is the weight of a product."""
+    parameter = module._parameters[leaf]
+    return parameter is not None and parameter.dim() >= 2 and leaf == "weight"

@@ -1,0 +1,64 @@
+"""``vocab``: each rank has a range of the vocabulary, of an embedding or of a head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from tpplan.layout import Rows
+from tpplan.styles.style import Style, runs_as
+
+if TYPE_CHECKING:
+    from tpplan.observe.trace import Call
+    from tpplan.planner.flow import Walk
+
+
+class Vocab(Style):
+    """A table of embeddings, or a head that makes logits."""
+
+    name = "vocab"
+    vocabulary = True
+    bare = Shard(0)
+    reasons = ("look-ups of each rank's rows, summed", "gradient of its output")
+    hf = ("embedding_rowwise",)
+
+    def complaint(self, module: nn.Module, tp: int) -> str | None:
+        """It must be torch's, with rows for every rank."""
+        if isinstance(module, nn.Embedding):
+            if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+                return "an Embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded"
+            rows = int(module.num_embeddings)  # type: ignore[arg-type]
+        elif runs_as(module, nn.Linear):
+            rows = int(module.out_features)  # type: ignore[arg-type]
+        else:
+            return f"{type(module).__name__} is neither a torch.nn.Embedding nor a torch.nn.Linear"
+        if rows <= (tp - 1) * -(-rows // tp):
+            return f"its {rows} rows leave a rank of {tp} without any"
+        return None
+
+    def is_head(self, module: nn.Module) -> bool:
+        """Whether it multiplies instead of looking up."""
+        return isinstance(module, nn.Linear)
+
+    def placement(
+        self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None
+    ) -> Placement:
+        """Cut by the vocabulary."""
+        return Shard(0)
+
+    def enter(self, walk: Walk, call: Call, given: int | None) -> None:
+        """A head is given the stream."""
+        if call.path in walk.boundaries:
+            walk.refuse_sharded(call, given)
+
+    def leave(self, walk: Walk, call: Call) -> None:
+        """A table gives the stream; logits are neither the stream nor columns of a region."""
+        walk.gives_whole(call)
+        if call.path not in walk.boundaries and call.path not in walk.gathered:
+            walk.stream.update(call.outputs)
+
+
+VOCAB = Vocab()
