@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,6 +17,10 @@ if not torch.cuda.is_available():
 
 from tests.ranks import Ranks
 from tests.thorough import THOROUGH, said, turn
+
+# nothing in the suite is timed
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

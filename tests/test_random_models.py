@@ -21,7 +21,6 @@ from tests.thorough import THOROUGH
 RANDOM = st.randoms(use_true_random=False)
 # the same examples in every run
 SETTINGS = settings(
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),

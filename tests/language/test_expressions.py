@@ -6,7 +6,7 @@ import copy
 import pickle
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tpplan.language import Expression, ExpressionError
@@ -88,7 +88,6 @@ def test_expressions_copy_and_pickle() -> None:
         assert other.evaluate(VALUES) == 64
 
 
-@settings(deadline=None)
 @given(
     st.recursive(
         st.integers(0, 50).map(str) | st.sampled_from(list(VALUES)),

@@ -34,25 +34,23 @@ def accept(text: str) -> None:
         assert str(error).encode()
 
 
-@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_any_text(text: str) -> None:
     accept(text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(WORDS), max_size=30).map("".join))
 def test_any_words(text: str) -> None:
     accept(text)
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(WORDS), max_size=12).map("".join))
 def test_any_words_as_a_rule(text: str) -> None:
     accept(f"tpplan: 1\nrules:\n  a: {text}\n  b: vocab\n")
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200))
 def test_any_bytes(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.yaml"
@@ -61,7 +59,7 @@ def test_any_bytes(tmp_path: Path, content: bytes) -> None:
         load(file)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=20))
 def test_any_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(PlanError) as caught:
@@ -69,7 +67,6 @@ def test_any_name(tmp_path: Path, name: str) -> None:
     assert str(caught.value).encode()
 
 
-@settings(deadline=None)
 @given(DATA)
 def test_any_data(data: Any) -> None:
     with contextlib.suppress(PlanError):
@@ -78,7 +75,6 @@ def test_any_data(data: Any) -> None:
         parse_mapping({"tpplan": 1, "rules": data})
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(min_size=1, max_size=10), st.just("vocab"), min_size=1))
 def test_patterns_survive_the_way_through_yaml(rules: dict[str, str]) -> None:
     try:

@@ -262,12 +262,7 @@ class Walk:
                 self.region.update(op.outputs)
             return
         if weights:
-            # outside the elements, every rank computes with all of the stream
-            rows = stream and any(
-                c.path in self.elements or self.styles.get(c.path, NONE).rows for c in around
-            )
-            met = self.flow.in_region if region else self.flow.on_stream if rows else None
-            (self.flow.elsewhere if met is None else met).update(weights)
+            self.note_weights(weights, region, stream, around)
         whole = [
             n
             for n in data
@@ -275,26 +270,47 @@ class Walk:
             if region or n not in self.stream
         ]
         if region:
-            partial = self.region - self.whole_in_region - entries
-            self.region.update(op.outputs)
-            self.whole_in_region.update(op.outputs)
-            if not partial.isdisjoint(data):
-                self.whole_in_region.difference_update(op.outputs)
-            self.note_rows(op, around)
-            if whole:
-                self.flow.torn.setdefault(around[0].path, self.maker.get(whole[0], ""))
+            self.on_columns(op, data, entries, around, whole)
         elif stream:
-            self.stream.update(op.outputs)
-            if any(c.path in self.elements for c in around):
-                self.note_positions(op, around)
-                if whole:
-                    self.flow.torn_stream.setdefault(around[0].path, self.maker.get(whole[0], ""))
-            else:
-                # what a module made of its weights alone (positions) is whole too
-                made = [n for n in op.inputs if n in self.weights and n in self.maker]
-                self.note_mixture(op, [*data, *made], around)
+            self.on_stream(op, data, around, whole)
         if weights or any(n in self.trained for n in data):
             self.trained.update(n for n in op.outputs if n in self.trace.floating)
+
+    def note_weights(
+        self, weights: Set[str], region: bool, stream: bool, around: list[Call]
+    ) -> None:
+        """What an op computes with parameters."""
+        # outside the elements, every rank computes with all of the stream
+        rows = stream and any(
+            c.path in self.elements or self.styles.get(c.path, NONE).rows for c in around
+        )
+        met = self.flow.in_region if region else self.flow.on_stream if rows else None
+        (self.flow.elsewhere if met is None else met).update(weights)
+
+    def on_columns(
+        self, op: Op, data: list[int], entries: Set[int], around: list[Call], whole: list[int]
+    ) -> None:
+        """An op in a region."""
+        partial = self.region - self.whole_in_region - entries
+        self.region.update(op.outputs)
+        self.whole_in_region.update(op.outputs)
+        if not partial.isdisjoint(data):
+            self.whole_in_region.difference_update(op.outputs)
+        self.note_rows(op, around)
+        if whole:
+            self.flow.torn.setdefault(around[0].path, self.maker.get(whole[0], ""))
+
+    def on_stream(self, op: Op, data: list[int], around: list[Call], whole: list[int]) -> None:
+        """An op on the stream, outside of any region."""
+        self.stream.update(op.outputs)
+        if any(c.path in self.elements for c in around):
+            self.note_positions(op, around)
+            if whole:
+                self.flow.torn_stream.setdefault(around[0].path, self.maker.get(whole[0], ""))
+        else:
+            # what a module made of its weights alone (positions) is whole too
+            made = [n for n in op.inputs if n in self.weights and n in self.maker]
+            self.note_mixture(op, [*data, *made], around)
 
     def note_noise(self, index: int, op: Op, kind: str) -> None:
         """What random numbers are drawn for: where they are drawn by themselves, what they meet."""

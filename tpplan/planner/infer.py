@@ -49,69 +49,88 @@ def find_boundaries(
         heads: the paths of vocab-parallel heads, which enter on their own.
         gathers: module path -> arguments that the plan says enter there.
     """
-    uses: dict[int, list[int]] = {}
-    for index, op in enumerate(trace.ops):
-        for number in op.inputs:
-            uses.setdefault(number, []).append(index)
+    return _Entries(trace, columns, multihead, heads, gathers).boundaries()
 
-    def only_columns(number: int, outer: Call) -> bool:
-        for index in uses.get(number, ()):
-            if outer.first_op <= index < outer.last_op:
-                user = trace.calls[trace.ops[index].call].path
-                around = {call.path for call in trace.ancestors(trace.ops[index].call)}
-                if user not in columns and not around & multihead:
-                    return False
-        return True
 
-    entered = {
-        (call.index, number): whole_in(trace, number, call, columns)
-        for call in trace.calls
-        for number, arguments in call.arguments.items()
-        if any(a.name in gathers.get(call.path, ()) for a in arguments)
-    }
-    entries: dict[tuple[str, int], tuple[tuple[Argument, ...], list[str]]] = {}
-    for call in trace.calls:
-        if call.path in multihead:
-            for number, names in call.arguments.items():
-                taken = tuple(a for a in names if a.name in ("query", "key", "value"))
-                if taken:
-                    entries.setdefault((call.path, number), (taken, [call.path]))
-            continue
-        if call.path not in columns and call.path not in heads:
-            continue
-        given = stream_input(trace, call)
+class _Entries:
+    """What enters where: module path and tensor -> its arguments, and whom it serves."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        columns: set[str],
+        multihead: set[str],
+        heads: set[str],
+        gathers: Mapping[str, frozenset[str]],
+    ) -> None:
+        self.trace, self.columns, self.multihead, self.heads = trace, columns, multihead, heads
+        self.uses: dict[int, list[int]] = {}
+        for index, op in enumerate(trace.ops):
+            for number in op.inputs:
+                self.uses.setdefault(number, []).append(index)
+        # what the plan says enters, with all that replicated layers make of it
+        self.stated = {
+            (call.index, number): whole_in(trace, number, call, columns)
+            for call in trace.calls
+            for number, arguments in call.arguments.items()
+            if any(a.name in gathers.get(call.path, ()) for a in arguments)
+        }
+        self.entries: dict[tuple[str, int], tuple[tuple[Argument, ...], list[str]]] = {}
+
+    def boundaries(self) -> dict[str, tuple[Boundary, ...]]:
+        for call in self.trace.calls:
+            if call.path in self.multihead:
+                for number, names in call.arguments.items():
+                    taken = tuple(a for a in names if a.name in ("query", "key", "value"))
+                    if taken:
+                        self.entries.setdefault((call.path, number), (taken, [call.path]))
+            elif call.path in self.columns or call.path in self.heads:
+                self.enter(call)
+        together: dict[int, list[str]] = {}
+        for path, number in self.entries:
+            together.setdefault(number, []).append(path)
+        result: dict[str, tuple[Boundary, ...]] = {}
+        for (path, number), (arguments, consumers) in self.entries.items():
+            boundary = Boundary(arguments, tuple(consumers), number, tuple(together[number]))
+            # a module that is called several times enters in the same way each time
+            known = result.get(path, ())
+            if all(boundary.arguments != other.arguments for other in known):
+                result[path] = (*known, boundary)
+        return result
+
+    def enter(self, call: Call) -> None:
+        """What a projection or a head is given enters there, or further out."""
+        given = stream_input(self.trace, call)
         if given is None:
-            continue
-        path, arguments = call.path, call.arguments[given]
-        around = {outer.index: outer for outer in trace.ancestors(call.parent)}
-        made = ((i, n) for (i, n), whole in entered.items() if i in around and given in whole)
-        source = next(made, None)
-        if source is not None:
-            given = source[1]
-            path, arguments = around[source[0]].path, around[source[0]].arguments[given]
-        elif call.path not in heads:
-            for outer in trace.ancestors(call.parent):
-                named = outer.arguments.get(given)
-                if named is None:
-                    break
-                if not only_columns(given, outer):
-                    break
-                path, arguments = outer.path, named
-        consumers = entries.setdefault((path, given), (arguments, []))[1]
+            return
+        path, given, arguments = self.outermost(call, given)
+        consumers = self.entries.setdefault((path, given), (arguments, []))[1]
         if call.path not in consumers:
             consumers.append(call.path)
 
-    together: dict[int, list[str]] = {}
-    for path, number in entries:
-        together.setdefault(number, []).append(path)
-    result: dict[str, tuple[Boundary, ...]] = {}
-    for (path, number), (arguments, consumers) in entries.items():
-        boundary = Boundary(arguments, tuple(consumers), number, tuple(together[number]))
-        # a module that is called several times enters in the same way each time
-        known = result.get(path, ())
-        if all(boundary.arguments != other.arguments for other in known):
-            result[path] = (*known, boundary)
-    return result
+    def outermost(self, call: Call, given: int) -> tuple[str, int, tuple[Argument, ...]]:
+        """The module at which a tensor enters for a call, the tensor there, and its names."""
+        around = {outer.index: outer for outer in self.trace.ancestors(call.parent)}
+        for (index, number), whole in self.stated.items():
+            if index in around and given in whole:
+                return around[index].path, number, around[index].arguments[number]
+        path, arguments = call.path, call.arguments[given]
+        for outer in around.values() if call.path not in self.heads else ():
+            named = outer.arguments.get(given)
+            if named is None or not self.only_columns(given, outer):
+                break
+            path, arguments = outer.path, named
+        return path, given, arguments
+
+    def only_columns(self, number: int, outer: Call) -> bool:
+        """Whether a call uses a tensor for column-parallel layers only."""
+        for index in self.uses.get(number, ()):
+            if outer.first_op <= index < outer.last_op:
+                around = {c.path for c in self.trace.ancestors(self.trace.ops[index].call)}
+                user = self.trace.calls[self.trace.ops[index].call].path
+                if user not in self.columns and not around & self.multihead:
+                    return False
+        return True
 
 
 def whole_in(trace: Trace, number: int, outer: Call, columns: set[str]) -> set[int]:
