@@ -13,6 +13,7 @@ from torch import nn
 from tpplan.observe.likeness import identity
 from tpplan.observe.trace import Call, Trace, stream_input
 from tpplan.observe.twins import called, twin_of
+from tpplan.styles import runs_as
 
 _SMALL, _LARGE = 2**18, 2**24
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -34,7 +35,7 @@ class Products:
         None where it computes anything else, in training or in evaluation.
         """
         module = self.model.get_submodule(path)
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        if runs_as(module, nn.Linear):
             return "linear"
         call = next((c for c in trace.calls if c.path == path), None)
         number = None if call is None else stream_input(trace, call)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import FakeTensorMode
 from tpplan.language import Diagnostic, PlanError
+from tpplan.observe.twins import without_hooks
 
 BATCH, LENGTH = 2, 8
 _SHORT = 64
@@ -37,10 +38,7 @@ def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
             message = f"cannot copy the structure of {type(model).__name__}: {error}"
             hint = "a model must survive copy.deepcopy to be examined without being touched"
             raise PlanError([Diagnostic(message, hint=hint)]) from error
-    for module in shadow.modules():
-        # the user's hooks are for the user's runs
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            hooks.clear()
+    without_hooks(shadow)
     return shadow
 
 

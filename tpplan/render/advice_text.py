@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import io
-
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from tpplan.cost.advise import USABLE, Choice, Size, Survey
+from tpplan.render.console import titled
 from tpplan.render.units import duration, size
-
-
-def render(advice: Survey, width: int = 120) -> str:
-    """The advice as plain text."""
-    stream = io.StringIO()
-    Console(file=stream, width=width, no_color=True).print(layout(advice))
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
 def layout(advice: Survey) -> Group:
@@ -38,13 +30,7 @@ def layout(advice: Survey) -> Group:
 
 
 def _table(advice: Survey) -> Table:
-    table = Table(
-        title="The best choice for each size of the tensor-parallel group",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-    )
+    table = titled("The best choice for each size of the tensor-parallel group")
     columns = ("tp", "mode", "pp", "dp", "layers", "per GPU", "fits", "step", "sent", "idle")
     for name in (*columns, "tokens/s/GPU"):
         table.add_column(name, justify="left" if name in ("mode", "layers", "fits") else "right")

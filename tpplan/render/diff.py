@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from tpplan.cost.run import DryRun
 from tpplan.planner import ParameterPlan
 from tpplan.planner.match import folded
+from tpplan.render.console import plain, titled
 from tpplan.render.units import duration, size
 from tpplan.simulate.steps import PHASES
 
@@ -55,9 +55,7 @@ class Change:
         return {"version": 1, **asdict(self)}
 
     def __str__(self) -> str:
-        stream = io.StringIO()
-        Console(file=stream, width=120, no_color=True).print(layout(self))
-        return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+        return plain(layout(self))
 
 
 def compare(before: DryRun, after: DryRun) -> Change:
@@ -124,7 +122,7 @@ def layout(change: Change) -> Group:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = titled(title)
     for name in columns:
         table.add_column(name, overflow="fold")
     return table

@@ -11,6 +11,7 @@ from tpplan.cost.timing import flops_by_module, summarize
 from tpplan.layout import Rows
 from tpplan.planner import ParameterPlan
 from tpplan.render import advice_text, text
+from tpplan.render.console import plain
 from tpplan.render.html import render_html
 from tpplan.simulate.steps import PHASES
 
@@ -67,7 +68,7 @@ class Report(DryRun):
         return render_html(self, command=command)
 
     def __str__(self) -> str:
-        return text.render(self)
+        return plain(text.layout(self))
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Advice(Survey):
         }
 
     def __str__(self) -> str:
-        return advice_text.render(self)
+        return plain(advice_text.layout(self))
 
 
 def _parameter(entry: ParameterPlan) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
-
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -12,15 +10,9 @@ from tpplan.cost.run import DryRun
 from tpplan.cost.timing import flops_by_module
 from tpplan.planner import ParameterPlan
 from tpplan.planner.match import folded
+from tpplan.render.console import titled
 from tpplan.render.units import duration, number, size
 from tpplan.simulate.steps import PHASES, Collective
-
-
-def render(report: DryRun, width: int = 120) -> str:
-    """The report as plain text."""
-    stream = io.StringIO()
-    Console(file=stream, width=width, no_color=True).print(layout(report))
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
 def layout(report: DryRun) -> Group:
@@ -46,7 +38,7 @@ def _title(report: DryRun) -> Text:
 
 
 def _table(title: str, *columns: tuple[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = titled(title)
     for name, justify in columns:
         wraps = name in ("for", "how", "parameter")
         table.add_column(name, justify=justify, overflow="fold", no_wrap=not wraps)  # type: ignore[arg-type]

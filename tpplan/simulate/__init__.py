@@ -1,7 +1,7 @@
 """A training step executed abstractly, and recorded."""
 
-from tpplan.simulate.execute import Execution, Training
+from tpplan.simulate.execute import Training
 from tpplan.simulate.recorder import Recorder
 from tpplan.simulate.steps import Collective
 
-__all__ = ["Collective", "Execution", "Recorder", "Training"]
+__all__ = ["Collective", "Recorder", "Training"]
