@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from tpplan.kernels.forms import Form
 from tpplan.kernels.operator import operator
-from tpplan.observe.forms import Form
 from tpplan.observe.fused import Findings, Seen, finds
-from tpplan.rewrite.fused import Fused, stands_for
+from tpplan.roles.fused import Fused, stands_for
 
 CALLS: list[torch.Size] = []
 

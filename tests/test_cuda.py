@@ -38,8 +38,8 @@ from tpplan.observe.shadow import call_for, shadow_of
 from tpplan.observe.trace import fake_inputs
 from tpplan.planner import compile_plan
 from tpplan.rewrite import apply
-from tpplan.rewrite.draws import part_of_dropout
 from tpplan.rewrite.rehearse import rehearse
+from tpplan.roles.draws import part_of_dropout
 from tpplan.simulate import Recorder
 
 HERE = "cuda:0"

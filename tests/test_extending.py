@@ -1,4 +1,4 @@
-"""What can be added from one file: a packed layout, a kernel, a hardware profile."""
+"""What can be added from one file: a style, a packed layout, a kernel, a hardware profile."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import tpplan
 from tests.compare import Errors, beyond, step
 from tpplan.compat import simulate
+from tpplan.language import styles as language
 from tpplan.layout import Rows
 from tpplan.observe.fused import FINDERS
-from tpplan.rewrite.fused import ROLES
+from tpplan.roles.fused import ROLES
+from tpplan.styles import STYLES
 
 WIDTH, HEADS, DIM = 16, 4, 4
 
@@ -138,3 +140,57 @@ def test_a_hardware_profile(tmp_path: Path) -> None:
     assert mine.hardware == "mine"
     assert mine.total.compute == known.total.compute
     assert mine.total.communication > known.total.communication
+
+
+class Scaling(nn.Module):
+    """A layer whose columns are scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.by = Factor()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.by(self.up(x)))
+
+
+class Factor(nn.Module):
+    """What scales them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(2 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+SCALED = {"tpplan": 1, "rules": {"*.up": "colwise", "*.by": "scale", "*.down": "rowwise"}}
+
+
+@pytest.fixture
+def scale() -> Iterator[None]:
+    """The style of the one file, known for as long as the test lasts."""
+    with pytest.raises(tpplan.PlanError, match="scale"):
+        tpplan.load_plan(SCALED)
+    known = [(table, dict(table)) for table in (STYLES, language.STYLES)]
+    importlib.import_module("tests.scale")
+    yield
+    for table, before in known:
+        table.clear()
+        table.update(before)
+
+
+def test_a_style(scale: None) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(Scaling(), Scaling())
+
+    for sp in (False, True):
+        tpplan.verify(make, SCALED, 2, sequence_parallel=sp, inputs=(torch.randn(2, 6, WIDTH),))
+    compiled = tpplan.check(make(), SCALED, 2, inputs=(torch.randn(2, 6, WIDTH),))
+    assert compiled.parameters["0.by.factor"].local_shape == (WIDTH,)
+    with pytest.raises(tpplan.PlanError, match="tp 3 does not divide its 32 columns"):
+        tpplan.check(make(), SCALED, 3, inputs=(torch.randn(2, 6, WIDTH),))
+    wrong = {"tpplan": 1, "rules": {"*.by": "colwise", "*.up": "scale", "*.down": "rowwise"}}
+    with pytest.raises(tpplan.PlanError, match="weight is not a vector"):
+        tpplan.check(make(), wrong, 2, inputs=(torch.randn(2, 6, WIDTH),))

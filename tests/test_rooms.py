@@ -15,8 +15,8 @@ PACKAGE = ROOT / "tpplan"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 # what each room may import: docs/architecture.md has the picture
-_BOTTOM = "compat layout language"
-_MODEL = f"{_BOTTOM} kernels styles observe planner"
+_BOTTOM = "compat layout language places kernels compiled"
+_MODEL = f"{_BOTTOM} comm roles styles observe planner"
 PERMITTED: Mapping[str, str] = {
     "version": "",
     "compat": "",
@@ -24,18 +24,21 @@ PERMITTED: Mapping[str, str] = {
     "language": "",
     "models": "",
     "kernels": "compat",
+    "places": "",
+    "compiled": "layout language places kernels",
     "comm": "compat layout kernels",
-    "styles": f"{_BOTTOM} kernels comm",
-    "observe": f"{_BOTTOM} kernels styles",
-    "planner": f"{_BOTTOM} kernels styles observe",
-    "rewrite": f"{_MODEL} comm",
-    "simulate": f"{_MODEL} comm rewrite",
+    "roles": f"{_BOTTOM} comm",
+    "styles": f"{_BOTTOM} comm roles",
+    "observe": f"{_BOTTOM} styles",
+    "planner": f"{_BOTTOM} roles styles observe",
+    "rewrite": _MODEL,
+    "simulate": f"{_MODEL} rewrite",
     "cost": f"{_MODEL} simulate",
     "shipped": "language",
     "render": f"{_MODEL} simulate cost shipped version",
-    "proof": f"{_MODEL} comm rewrite simulate",
+    "proof": f"{_MODEL} rewrite simulate",
     "hf": "language styles planner shipped",
-    "api": f"{_MODEL} comm rewrite simulate cost render proof shipped",
+    "api": f"{_MODEL} rewrite simulate cost render proof shipped",
     "cli": "language planner shipped models proof render api",
     "__main__": "cli",
     "": "version",  # the package itself: it finds its rooms by their names

@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpplan import cost, proof
 from tpplan.compat import fake_world
+from tpplan.compiled import CompiledPlan
 from tpplan.cost import Setting, Task, with_companions, with_labels
 from tpplan.cost.hardware import DEFAULT, HardwareSource, load_hardware
 from tpplan.kernels.launch import interpreted
 from tpplan.language import Diagnostic, FrozenMap, PlanError
-from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.planner import compile_plan
 from tpplan.planner.kernels import implementations
 from tpplan.proof import Verification
 from tpplan.render import Advice, Report

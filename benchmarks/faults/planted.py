@@ -153,7 +153,7 @@ FAULTS = (
     ),
     Fault(
         "logits changed in place are taken as before",
-        "rewrite.logits:chunk_of",
+        "roles.logits:chunk_of",
         to.kept_chunk,
         "in place sp",
     ),
@@ -168,35 +168,35 @@ FAULTS = (
         "other batches are not noticed", "comm.agreement:_fingerprint", to.no_fingerprint, "batches"
     ),
     # rewrite
-    Fault("a row-parallel bias on every rank", "rewrite.linear:reduced", to.bias_before_sum),
+    Fault("a row-parallel bias on every rank", "roles.linear:reduced", to.bias_before_sum),
     Fault(
         "one of the outputs reduced together is lost",
-        "rewrite.linear:RowwiseTogether.forward",
+        "roles.linear:RowwiseTogether.forward",
         to.one_forgotten,
         "together",
     ),
-    Fault("the vocabulary is off by one", "rewrite.vocab:chunk", to.one_more),
-    Fault("ids of other ranks are not masked", "rewrite.vocab:reference", to.unmasked),
-    Fault("ranks' logits change places", "rewrite.logits:join", to.chunks_swapped),
-    Fault("classes are off by one", "rewrite.logits:Vocabulary", to.class_before, "loss"),
+    Fault("the vocabulary is off by one", "roles.vocab:chunk", to.one_more),
+    Fault("ids of other ranks are not masked", "roles.vocab:reference", to.unmasked),
+    Fault("ranks' logits change places", "roles.logits:join", to.chunks_swapped),
+    Fault("classes are off by one", "roles.logits:Vocabulary", to.class_before, "loss"),
     Fault(
-        "a mean over ignored tokens too", "rewrite.logits:cross_entropy", to.ignored_counted, "loss"
+        "a mean over ignored tokens too", "roles.logits:cross_entropy", to.ignored_counted, "loss"
     ),
-    Fault("squares of each rank's width alone", "rewrite.norm:reduce_out", to.unsummed, "together"),
-    Fault("gradient of the squares is not summed", "rewrite.norm:copy_in", to.unsummed, "together"),
-    Fault("biases of the first rank's heads", "rewrite.heads:heads_of", to.first_heads, "packed"),
-    Fault("sizes in the code are left whole", "rewrite.styles:assign", to.nothing(), "packed"),
+    Fault("squares of each rank's width alone", "roles.norm:reduce_out", to.unsummed, "together"),
+    Fault("gradient of the squares is not summed", "roles.norm:copy_in", to.unsummed, "together"),
+    Fault("biases of the first rank's heads", "roles.heads:heads_of", to.first_heads, "packed"),
+    Fault("sizes in the code are left whole", "rewrite.planned:assign", to.nothing(), "packed"),
     Fault(
-        "positions of the first rank's rows", "rewrite.sequence:split", to.of_first_rank, "gpt sp"
+        "positions of the first rank's rows", "roles.sequence:split", to.of_first_rank, "gpt sp"
     ),
     Fault(
         "keys for values",
-        "rewrite.attention:MultiheadAttention._projected",
+        "roles.attention:MultiheadAttention._projected",
         to.keys_for_values,
         "torch's attention",
     ),
-    Fault("what enters a region has no gradient sum", "rewrite.entry:copy_in", to.unsummed),
-    Fault("no parameter is known to be summed", "rewrite.styles:Own", to.none_summed, "gpt sp"),
+    Fault("what enters a region has no gradient sum", "roles.entry:copy_in", to.unsummed),
+    Fault("no parameter is known to be summed", "rewrite.planned:Own", to.none_summed, "gpt sp"),
     # planner
     Fault("packed layers are cut as one", "planner.geometry:Geometry.rows", to.nothing(), "packed"),
     Fault("the rewritten model is not proved", "proof:prove", to.nothing(), "mixed columns"),

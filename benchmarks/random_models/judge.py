@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 import tpplan
 from benchmarks.random_models.model import Case
 from tpplan.compat import simulate
+from tpplan.compiled import CompiledPlan
 from tpplan.language import Plan, parse
-from tpplan.planner import CompiledPlan
 from tpplan.rewrite import apply
 
 TOLERANCE, SINGLE = 1e-8, 1e-4

@@ -14,7 +14,7 @@ from tests.comm.operators import FUNCTIONS, Beside, Function
 from tests.compare import WRONG, Errors, Findings, beyond, error, gradient_errors
 from tests.ranks import Ranks
 from tpplan.comm import Site, Stream, Transition, join, split
-from tpplan.rewrite.logits import Origin
+from tpplan.roles.logits import Origin
 from tpplan.simulate import Recorder
 
 Wrap = Callable[[torch.Tensor], torch.Tensor]

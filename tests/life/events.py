@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.compare import Errors
 from tests.life import copies, graphs, training
 from tests.life.life import TOLERANCE, Life, told
-from tpplan.planner import CompiledPlan
+from tpplan.compiled import CompiledPlan
 
 Event = Callable[[Life], None]
 

@@ -24,7 +24,7 @@ from tests.compare import (
 )
 from tests.life.blocks import BLOCKS, built, tokens
 from tests.models import weights_like
-from tpplan.planner import CompiledPlan
+from tpplan.compiled import CompiledPlan
 from tpplan.rewrite import apply
 
 TOLERANCE = 1e-8  # everything is float64

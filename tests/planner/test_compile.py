@@ -15,7 +15,8 @@ import tpplan
 from tests.gpt import GPT
 from tests.models import FAMILIES, hf
 from tests.planner import layers
-from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.compiled import CompiledPlan
+from tpplan.planner import compile_plan
 
 
 def compiled(model: nn.Module, plan: Any, tp: int = 2, **options: Any) -> CompiledPlan:

@@ -16,8 +16,9 @@ from torch.distributed.tensor import Shard
 import tpplan
 from tests.planner import layers
 from tests.planner.layers import WIDTH
+from tpplan.compiled import CompiledPlan
 from tpplan.layout import Part, Rows, rows_of
-from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.planner import compile_plan
 
 INPUT = torch.zeros(2, 8, WIDTH)
 HEADS, KV, DIM = 8, 2, 4

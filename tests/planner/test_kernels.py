@@ -13,9 +13,10 @@ from torch import nn
 import tpplan
 from benchmarks import zoo
 from tests.models import hf
+from tpplan.compiled import CompiledPlan
+from tpplan.kernels.forms import GatedForm, GeluForm, NormForm, UnbiasedForm
 from tpplan.language import PlanError
-from tpplan.observe.forms import GatedForm, GeluForm, NormForm, UnbiasedForm
-from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.planner import compile_plan
 
 
 def compiled(model: nn.Module, plan: Any, kernels: Any = None, inputs: Any = None) -> CompiledPlan:

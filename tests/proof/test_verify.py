@@ -15,9 +15,10 @@ import tpplan
 from tests.gpt import GPT
 from tests.models import hf
 from tests.planner.test_geometry import NUMBERS, attention
+from tpplan.compiled import CompiledPlan
 from tpplan.language import FrozenMap
 from tpplan.layout import Rows
-from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.planner import compile_plan
 from tpplan.proof import VerificationError, verify
 from tpplan.proof.verify import Verification, describe
 from tpplan.rewrite import linear

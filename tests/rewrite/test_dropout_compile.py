@@ -32,7 +32,7 @@ from tests.rewrite.dropout import (
     run,
 )
 from tpplan.comm import Group
-from tpplan.rewrite.draws import kept, part_of_dropout
+from tpplan.roles.draws import kept, part_of_dropout
 
 # --- jobs
 

@@ -282,7 +282,7 @@ def bits(model: nn.Module) -> dict[str, bytes]:
 
 def rollback_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """An error at any parameter leaves the model bit for bit as it was, and usable."""
-    import tpplan.rewrite.styles as styles
+    import tpplan.rewrite.planned as styles
 
     found = Findings()
     # ranks differ, so that a value that was sent before the error is noticed

@@ -23,7 +23,7 @@ from tests.compare import (
 )
 from tests.planner.helpers import INNER, RULES, WIDTH, Layer
 from tpplan.compat import simulate
-from tpplan.planner import CompiledPlan
+from tpplan.compiled import CompiledPlan
 from tpplan.rewrite import apply
 
 VOCABULARY = 37  # no number of ranks divides it

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from tpplan.compiled import CompiledPlan
 from tpplan.cost.hardware import DEFAULT, HardwareSource, load_hardware
 from tpplan.cost.run import DryRun
 from tpplan.language import FrozenMap, Plan, PlanError
 from tpplan.observe.shadow import call_for
-from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.planner import compile_plan
 from tpplan.planner.match import match
 from tpplan.simulate.execute import Call, Execution, Training, execute
 from tpplan.simulate.folding import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tpplan.planner import CompiledPlan, ParameterPlan
+from tpplan.compiled import CompiledPlan, ParameterPlan
 from tpplan.simulate.steps import Step
 
 _RUNNING = ("forward", "backward", "optimizer")

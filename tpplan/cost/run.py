@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from tpplan.compiled import CompiledPlan
 from tpplan.cost.hardware import DEFAULT, Hardware, load_hardware
 from tpplan.cost.memory import Memory, memory_of
 from tpplan.cost.timing import Span, TimeSummary, summarize, timeline
 from tpplan.language import FrozenMap
-from tpplan.planner import CompiledPlan
 from tpplan.simulate.execute import Execution, Training
 from tpplan.simulate.steps import PHASES, Collective, Step, counts
 

@@ -15,7 +15,7 @@ from tpplan.language.styles import (
     VERSION,
     Kind,
     Option,
-    Style,
+    Words,
 )
 
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
@@ -114,7 +114,7 @@ def _rule() -> dict[str, Any]:
     return {"anyOf": [*words, removal, *detailed]}
 
 
-def _detailed(name: str, style: Style) -> dict[str, Any]:
+def _detailed(name: str, style: Words) -> dict[str, Any]:
     options = {key: _option(option) for key, option in style.options.items()}
     return {
         "type": "object",

@@ -32,8 +32,8 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Style:
-    """A style and its options by name."""
+class Words:
+    """What a style is, and its options by name."""
 
     summary: str
     options: Mapping[str, Option] = field(default_factory=dict)
@@ -41,15 +41,15 @@ class Style:
 
 _TRANSPOSED = Option(Kind.FLAG, "the weight is stored (in, out), as in Conv1D")
 
-STYLES: dict[str, Style] = {
-    "colwise": Style(
+STYLES: dict[str, Words] = {
+    "colwise": Words(
         "shard the outputs",
         {
             "packed": Option(Kind.PACKED, "the parts that share the weight, in order"),
             "transposed": _TRANSPOSED,
         },
     ),
-    "rowwise": Style(
+    "rowwise": Words(
         "shard the inputs, reduce the outputs",
         {
             "transposed": _TRANSPOSED,
@@ -65,8 +65,8 @@ STYLES: dict[str, Style] = {
             ),
         },
     ),
-    "sequence_parallel": Style("run on a part of the sequence; replicated without it"),
-    "vocab": Style(
+    "sequence_parallel": Words("run on a part of the sequence; replicated without it"),
+    "vocab": Words(
         "shard an embedding or a head by vocabulary",
         {
             "output": Option(
@@ -74,8 +74,8 @@ STYLES: dict[str, Style] = {
             ),
         },
     ),
-    "replicate": Style("leave the parameters whole on every rank"),
-    "attention": Style(
+    "replicate": Words("leave the parameters whole on every rank"),
+    "attention": Words(
         "the module that computes attention",
         {
             "heads": Option(Kind.COUNT, "how many query heads"),

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpplan.kernels.forms import Form, GatedForm, GeluForm, UnbiasedForm
 from tpplan.kernels.gated import ACTIVATIONS
-from tpplan.observe.forms import Form, GatedForm, GeluForm, UnbiasedForm
 from tpplan.observe.likeness import identity
 from tpplan.observe.trace import Trace
 from tpplan.styles import NONE, Style

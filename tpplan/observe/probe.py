@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from tpplan.kernels.forms import NormForm
 from tpplan.kernels.norm import reference
-from tpplan.observe.forms import NormForm
 from tpplan.observe.likeness import identity, told
 from tpplan.observe.trace import Call, Numbered, Trace, stream_input
 from tpplan.observe.twins import DROPOUT, called, twin_of

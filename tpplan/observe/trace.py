@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from tpplan.compat import FakeTensorMode, quiet, unfused, written_by
-from tpplan.observe.places import Argument, Place, tensors_in
+from tpplan.places import Argument, Place, tensors_in
 
 
 @dataclass(frozen=True)

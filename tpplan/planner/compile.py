@@ -10,18 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tpplan.compat import FakeTensorMode
-from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
-from tpplan.layout import Rows
-from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.fused import fused_modules
-from tpplan.observe.places import Argument
-from tpplan.observe.probe import probe_modules
-from tpplan.observe.shadow import call_for, padded, shadow_of, shortened
-from tpplan.observe.tables import read_by_others
-from tpplan.observe.trace import Trace, record
-from tpplan.observe.twins import same_randomness
-from tpplan.planner import checks, infer
-from tpplan.planner.compiled import (
+from tpplan.compiled import (
     CompiledPlan,
     Draws,
     KernelChoice,
@@ -29,6 +18,17 @@ from tpplan.planner.compiled import (
     ParameterPlan,
     WidthNorm,
 )
+from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
+from tpplan.layout import Rows
+from tpplan.observe.caches import no_fakes_kept
+from tpplan.observe.fused import fused_modules
+from tpplan.observe.probe import probe_modules
+from tpplan.observe.shadow import call_for, padded, shadow_of, shortened
+from tpplan.observe.tables import read_by_others
+from tpplan.observe.trace import Trace, record
+from tpplan.observe.twins import same_randomness
+from tpplan.places import Argument
+from tpplan.planner import checks, infer
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import follow
 from tpplan.planner.kernels import choose, implementations
@@ -382,6 +382,7 @@ class _Compiler:
                 parameters=own,
                 boundaries=self.boundaries.get(path, ()),
                 element=self.elements.get(path),
+                rows=self.styles.get(path, NONE).rows,
                 stream=self.stream_of(path),
                 transposed=path in self.sizes.transposed,
                 norm=self.width_norm(path),

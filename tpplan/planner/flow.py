@@ -13,10 +13,10 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
+from tpplan.compiled import Boundary, Element
 from tpplan.language import Rule
 from tpplan.observe.positions import acts_on_each
 from tpplan.observe.trace import Call, Op, Trace
-from tpplan.planner.compiled import Boundary, Element
 from tpplan.planner.infer import KEEPING, VIEWS, sources
 from tpplan.styles import NONE, named
 

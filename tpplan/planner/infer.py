@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
+from tpplan.compiled import Boundary, Element
 from tpplan.language import Diagnostic, Pattern, PlanError, Rule
-from tpplan.observe.places import Argument, Place
 from tpplan.observe.trace import Call, Trace, stream_input
-from tpplan.planner.compiled import Boundary, Element
+from tpplan.places import Argument, Place
 from tpplan.planner.match import fold
 from tpplan.styles import NONE, Style, named
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tpplan.compiled import KernelChoice
+from tpplan.kernels.forms import Form
 from tpplan.kernels.launch import importable
 from tpplan.language import Diagnostic, PlanError
 from tpplan.language.diagnostics import did_you_mean
 from tpplan.language.styles import KERNEL_CHOICES, KERNEL_KINDS
-from tpplan.observe.forms import Form
 from tpplan.observe.fused import FINDERS
-from tpplan.planner.compiled import KernelChoice
 
 _REASONS: Mapping[str, str] = {
     "auto": "by a fused kernel on a GPU, elsewhere by its own forward: equal on random numbers",

@@ -22,14 +22,15 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import unfused
+from tpplan.compiled import Element, ModulePlan
 from tpplan.language import Rule
 from tpplan.layout import Rows
 from tpplan.observe.likeness import identity, shared_tensors
-from tpplan.observe.places import Argument, with_at
 from tpplan.observe.twins import buffer_like, without_hooks
-from tpplan.planner.compiled import Element, ModulePlan
+from tpplan.places import taken, with_at
 from tpplan.planner.geometry import attribute
 from tpplan.planner.match import folded
+from tpplan.roles.heads import heads_of, own_heads
 from tpplan.styles import named
 
 _LARGE, _SMALL = 2**22, 2**16
@@ -327,52 +328,6 @@ def _shortened(module: nn.Module, rank: int, tp: int) -> Callable[[], None]:
     own = members[rank * each : (rank + 1) * each]
     module._modules = {str(i): member for i, member in enumerate(own)}
     return lambda: setattr(module, "_modules", whole)
-
-
-def own_heads(
-    plan: ModulePlan,
-    cut: Callable[[torch.Tensor, int], torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with each of ``plan.head_inputs`` ``cut`` to a rank's heads along its dimension."""
-    for argument, dim in plan.head_inputs:
-        x = taken(argument, args, kwargs)
-        if not isinstance(x, torch.Tensor):
-            continue
-        dim %= x.dim()
-        if x.size(dim) != 1 and x.size(dim) % plan.heads:
-            raise ValueError(
-                f"{plan.path}: '{argument.name}' has {x.size(dim)} entries along dimension {dim}, "
-                f"not a multiple of {plan.heads} heads"
-            )
-        value = cut(x, dim)
-        if argument.name in kwargs:
-            kwargs = {**kwargs, argument.name: value}
-        elif argument.index is not None:
-            args = (*args[: argument.index], value, *args[argument.index + 1 :])
-    return args, kwargs
-
-
-def heads_of(x: torch.Tensor, dim: int, heads: int, rank: int, tp: int) -> torch.Tensor:
-    """A rank's heads of ``x``; all of it where it holds one for all of them.
-
-    A dimension of batch·heads holds the heads of one sample after the other.
-    """
-    if x.size(dim) == 1:
-        return x
-    each = heads // tp
-    grouped: torch.Tensor = x.unflatten(dim, (-1, heads))
-    return grouped.narrow(dim + 1, rank * each, each).flatten(dim, dim + 1)
-
-
-def taken(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An argument of a call; None where it was not given."""
-    if argument.name in kwargs:
-        return kwargs[argument.name]
-    if argument.index is not None and argument.index < len(args):
-        return args[argument.index]
-    return None
 
 
 def assign(module: nn.Module, name: str, value: int) -> Callable[[], None]:

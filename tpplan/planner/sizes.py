@@ -9,9 +9,9 @@ from torch import nn
 
 from tpplan.language import Rule
 from tpplan.layout import MisfitError, Rows
-from tpplan.observe.places import Argument
 from tpplan.observe.products import Products
 from tpplan.observe.trace import Trace
+from tpplan.places import Argument
 from tpplan.planner import infer
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.geometry import Geometry

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from tpplan.compiled import Element
 from tpplan.language import Rule
 from tpplan.observe.trace import Call, Op, Trace
-from tpplan.planner.compiled import Element
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.infer import VIEWS
 from tpplan.planner.match import fold

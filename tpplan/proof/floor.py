@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from tpplan.planner import CompiledPlan
+from tpplan.compiled import CompiledPlan
 from tpplan.proof.ranks import Reference
 from tpplan.styles import named
 

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from tpplan.comm import chunk
 from tpplan.compat import simulate
+from tpplan.compiled import CompiledPlan
 from tpplan.language import Rule
 from tpplan.layout import Rows
-from tpplan.planner import CompiledPlan
 from tpplan.proof.ranks import (
     Reference,
     backward,

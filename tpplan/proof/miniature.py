@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from tpplan.compiled import CompiledPlan, Element, ModulePlan
 from tpplan.language import FrozenMap
 from tpplan.layout import Rows
 from tpplan.observe.likeness import identity
-from tpplan.observe.places import with_at
-from tpplan.planner import CompiledPlan, Element, ModulePlan
-from tpplan.planner.replay import taken
+from tpplan.places import taken, with_at
 from tpplan.styles import named
 
 _LARGE = 2**16

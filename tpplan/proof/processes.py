@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 
-from tpplan.planner import CompiledPlan
+from tpplan.compiled import CompiledPlan
 from tpplan.proof.ranks import Outcome, Reference, run_rank
 
 

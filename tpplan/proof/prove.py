@@ -21,11 +21,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.compat import quiet, simulate, unfused
+from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.shadow import call_for, shortened
 from tpplan.observe.twins import same_randomness
-from tpplan.planner import CompiledPlan
 from tpplan.planner.match import fold
 from tpplan.proof.calls import (
     Call,

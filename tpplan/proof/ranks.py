@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import local_of
-from tpplan.planner import CompiledPlan
+from tpplan.compiled import CompiledPlan
 from tpplan.proof.step import outputs_of
 from tpplan.rewrite import apply
 from tpplan.simulate.recorder import Recorder

@@ -19,9 +19,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import simulate
+from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.observe.shadow import call_for
-from tpplan.planner import CompiledPlan, compile_plan
+from tpplan.planner import compile_plan
 from tpplan.proof.calls import random_ids
 from tpplan.proof.floor import floor_of
 from tpplan.proof.locate import Divergence, first_divergence, rule_near

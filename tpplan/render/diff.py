@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tpplan.compiled import ParameterPlan
 from tpplan.cost.run import DryRun
-from tpplan.planner import ParameterPlan
 from tpplan.planner.match import folded
 from tpplan.render.console import plain, titled
 from tpplan.render.units import duration, size

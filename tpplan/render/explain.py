@@ -6,9 +6,9 @@ import math
 
 from torch import nn
 
+from tpplan.compiled import CompiledPlan, Draws, ModulePlan, ParameterPlan
+from tpplan.kernels.forms import UnbiasedForm
 from tpplan.layout import Rows
-from tpplan.observe.forms import UnbiasedForm
-from tpplan.planner import CompiledPlan, Draws, ModulePlan, ParameterPlan
 
 
 def explain(model: nn.Module, compiled: CompiledPlan, path: str) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from tpplan.compiled import ParameterPlan
 from tpplan.cost.advise import Survey
 from tpplan.cost.run import DryRun
 from tpplan.cost.timing import flops_by_module, summarize
 from tpplan.layout import Rows
-from tpplan.planner import ParameterPlan
 from tpplan.render import advice_text, text
 from tpplan.render.console import plain
 from tpplan.render.html import render_html

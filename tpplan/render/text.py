@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tpplan.compiled import ParameterPlan
 from tpplan.cost.run import DryRun
 from tpplan.cost.timing import flops_by_module
-from tpplan.planner import ParameterPlan
 from tpplan.planner.match import folded
 from tpplan.render.console import titled
 from tpplan.render.units import duration, number, size

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tpplan.compiled import CompiledPlan, ModulePlan, ParameterPlan
 from tpplan.cost.memory import parameter_bytes
-from tpplan.planner import CompiledPlan, ModulePlan, ParameterPlan
 from tpplan.planner.match import folded
 from tpplan.render.explain import inferences
 from tpplan.render.markup import Html, breakable, details, join, tag, times

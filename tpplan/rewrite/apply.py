@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from tpplan.comm import Stream
+from tpplan.compiled import CompiledPlan
 from tpplan.kernels.launch import chosen
-from tpplan.planner import CompiledPlan
-from tpplan.rewrite.entry import Entry
 from tpplan.rewrite.holders import Undo, replace, require_whole
-from tpplan.rewrite.members import OwnMembers
-from tpplan.rewrite.styles import PlannedStyle, swap_kernels
+from tpplan.rewrite.planned import PlannedStyle, swap_kernels
+from tpplan.roles.entry import Entry
+from tpplan.roles.members import OwnMembers
 from tpplan.styles import named
 
 _MARK = "_tpplan_plan"

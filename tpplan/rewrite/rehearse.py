@@ -9,14 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.compat import FakeTensorMode, quiet
+from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.shadow import call_for, shadow_of
 from tpplan.observe.trace import fake_inputs
-from tpplan.planner import CompiledPlan
 from tpplan.planner.match import fold
 from tpplan.rewrite import apply
-from tpplan.rewrite.lowered import passive
+from tpplan.roles.lowered import passive
 
 
 def rehearse(

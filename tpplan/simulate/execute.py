@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tpplan.compat import FakeTensorMode, fake_world, quiet
+from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.shadow import shadow_of
 from tpplan.observe.trace import fake_inputs
-from tpplan.planner import CompiledPlan
 from tpplan.rewrite import apply
 from tpplan.simulate.optimizers import take_step
 from tpplan.simulate.steps import Step

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpplan.compiled import Boundary, CompiledPlan, ModulePlan, ParameterPlan
 from tpplan.language import FrozenMap
 from tpplan.observe.likeness import identity, shared_tensors
-from tpplan.planner.compiled import Boundary, CompiledPlan, ModulePlan, ParameterPlan
 from tpplan.planner.match import Matches
 
 # boundaries of copied layers must not share a collective with those of the layer they copy

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import (
 )
 
 from tpplan.compat import FakeTensor, local_of, rehearsed_in, running_node, sequence_number
-from tpplan.rewrite.lowered import passive
+from tpplan.roles.lowered import passive
 from tpplan.simulate.recorder import Recorder, tensors_in
 from tpplan.simulate.steps import Collective, Element, Matmul, Step
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
+from tpplan.language import styles as language
+from tpplan.language.styles import Words
 from tpplan.styles.style import Style, divisors, runs_as
 
 _FILES = (import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__))
@@ -17,6 +19,16 @@ STYLES: dict[str, Style] = {
 NONE = Style()
 
 
+def register(style: Style, words: Words) -> None:
+    """Make a style of somebody else's known, to plans as well.
+
+    Args:
+        words: what it is, and the options that its rules may have.
+    """
+    STYLES[style.name] = style
+    language.STYLES[style.name] = words
+
+
 def named(style: str | None) -> Style:
     """A style by its name; of None what becomes of a module without a rule."""
     return STYLES.get(style or "", NONE)
@@ -27,4 +39,4 @@ def those_with(trait: str) -> list[str]:
     return [name for name, style in STYLES.items() if getattr(style, trait)]
 
 
-__all__ = ["NONE", "STYLES", "Style", "divisors", "named", "runs_as", "those_with"]
+__all__ = ["NONE", "STYLES", "Style", "divisors", "named", "register", "runs_as", "those_with"]

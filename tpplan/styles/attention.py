@@ -8,10 +8,12 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tpplan.compiled import ModulePlan
 from tpplan.language import FrozenMap, Rule
 from tpplan.layout import Part, Rows, rows_of
+from tpplan.roles.attention import MultiheadAttention
 from tpplan.styles.rowwise import ROWWISE
-from tpplan.styles.style import Misfits, Style, divisors, runs_as
+from tpplan.styles.style import Misfits, Roles, Style, divisors, runs_as
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -29,7 +31,6 @@ class Attention(Style):
     name = "attention"
     heads = True
     inner = FrozenMap({"out_proj": ROWWISE.name})
-    reasons = ROWWISE.reasons
 
     def complaint(self, module: nn.Module, tp: int) -> str | None:
         """Of torch's own, which computes its projections by itself."""
@@ -74,6 +75,16 @@ class Attention(Style):
         if call.path in walk.multihead:
             walk.gives_whole(call)
             walk.stream.update(call.outputs[:1])
+
+    def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
+        """Torch's own is computed anew from the rank's heads."""
+        if plan.multihead:
+            return [MultiheadAttention], None
+        return super().roles(plan, module, fused)
+
+    def reasons(self, plan: ModulePlan) -> tuple[str, str]:
+        """Those of its output projection."""
+        return ROWWISE.reasons(plan)
 
 
 ATTENTION = Attention()

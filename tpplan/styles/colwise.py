@@ -8,9 +8,13 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
 from tpplan.layout import Rows
-from tpplan.styles.style import Misfits, Style, divisors, is_matrix, runs_as, without_weight
+from tpplan.roles import linear
+from tpplan.roles.members import OwnMembers
+from tpplan.roles.norm import WidthNorm
+from tpplan.styles.style import Misfits, Roles, Style, divisors, is_matrix, runs_as, without_weight
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -76,6 +80,22 @@ class Colwise(Style):
     def leave(self, walk: Walk, call: Call) -> None:
         """Columns."""
         walk.gives_columns(call)
+
+    def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
+        """A projection, a norm over the sharded width, a list; else its own code on its part."""
+        if plan.projection:
+            return ([] if fused is None else [fused]) + [linear.Colwise], None
+        if plan.norm is not None:
+            return [WidthNorm], None
+        if self.is_list(module):
+            return [OwnMembers], None
+        return super().roles(plan, module, fused)
+
+    def reasons(self, plan: ModulePlan) -> tuple[str, str]:
+        """Of a norm; all else sends nothing by itself."""
+        if plan.norm is None:
+            return super().reasons(plan)
+        return "sum of squares over the sharded width", "gradient of the sum of squares"
 
 
 def _unlike(members: nn.ModuleList) -> str | None:

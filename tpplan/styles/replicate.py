@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
 from torch.distributed.tensor import Replicate
 
-from tpplan.styles.style import Style
+from tpplan.compiled import ModulePlan
+from tpplan.roles.sequence import Apart
+from tpplan.styles.style import Roles, Style
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -25,6 +28,11 @@ class Whole(Style):
         """Outside the stack it computes with all of the stream."""
         if walk.element_of(call) is None and given in walk.stream and given not in walk.region:
             walk.apart.add(call.index)
+
+    def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
+        """Outside the stack it goes to the whole of the stream and back."""
+        inner, _ = super().roles(plan, module, fused)
+        return ([Apart] if plan.element is None else []) + inner, None
 
 
 REPLICATE = Whole()

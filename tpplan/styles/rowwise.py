@@ -9,9 +9,12 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
 from tpplan.layout import Rows
-from tpplan.styles.style import Misfits, Style, divisors, is_matrix, without_weight
+from tpplan.roles import linear
+from tpplan.roles.linear import RowwiseScattered, RowwiseTogether
+from tpplan.styles.style import Misfits, Roles, Style, divisors, is_matrix, without_weight
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -24,7 +27,6 @@ class Rowwise(Style):
 
     name = "rowwise"
     sums = True
-    reasons = ("its partial outputs, summed", "gradient of its output")
     hf = ("rowwise",)
 
     def complaint(self, module: nn.Module, tp: int) -> str | None:
@@ -74,6 +76,16 @@ class Rowwise(Style):
         else:
             walk.gives_whole(call)
             walk.stream.update(call.outputs)
+
+    def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
+        """By what becomes of the sum: it is whole, cut, or waits for others."""
+        if self.scatters(plan.options):
+            return [RowwiseScattered], None
+        return [RowwiseTogether if plan.together else linear.Rowwise], None
+
+    def reasons(self, plan: ModulePlan) -> tuple[str, str]:
+        """f* and its conjugate."""
+        return "its partial outputs, summed", "gradient of its output"
 
 
 ROWWISE = Rowwise()

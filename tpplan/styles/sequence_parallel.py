@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpplan.styles.style import Style
+from torch import nn
+
+from tpplan.compiled import ModulePlan
+from tpplan.roles import sequence
+from tpplan.roles.sequence import SequenceEmbedding
+from tpplan.styles.style import Roles, Style, adds_to_embedding
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -21,6 +26,13 @@ class SequenceParallel(Style):
     def leave(self, walk: Walk, call: Call) -> None:
         """The stream."""
         walk.stream.update(n for n in call.outputs if n not in walk.region)
+
+    def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
+        """Its own code on a rank's rows."""
+        if adds_to_embedding(module):
+            return [], SequenceEmbedding
+        inner, _ = super().roles(plan, module, fused)
+        return [sequence.SequenceParallel, *inner], None
 
 
 SEQUENCE_PARALLEL = SequenceParallel()

@@ -9,14 +9,18 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from tpplan.compiled import ModulePlan
 from tpplan.language import FrozenMap, Rule
 from tpplan.layout import Rows
+from tpplan.roles.lowered import LocalParameters, Lowered
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
     from tpplan.planner.flow import Walk
     from tpplan.planner.sizes import Sizes
 
+Roles = tuple[list[type[nn.Module]], type[Lowered] | None]
+"""The outermost first; and the one in torch's class's place, inside of the module's own."""
 Misfits = dict[str, dict[str, str]]
 """The values of tp that would fit -> module path -> what does not."""
 
@@ -35,7 +39,6 @@ class Style:
         bare: where a parameter goes that has such a rule of its own; None: it cannot have.
         probed: whether what it computes is found by running it.
         inner: the styles of its children by name, where the module as a whole has a style.
-        reasons: what its collectives are for, forward and backward.
         hf: what transformers calls it.
     """
 
@@ -43,7 +46,6 @@ class Style:
     columns = sums = vocabulary = rows = heads = apart = probed = False
     bare: Placement | None = None
     inner: Mapping[str, str] = FrozenMap()
-    reasons = ("a whole tensor where the stream is sharded", "gradient of a whole tensor")
     hf: tuple[str, ...] = ()
 
     @property
@@ -99,6 +101,28 @@ class Style:
 
     def leave(self, walk: Walk, call: Call) -> None:
         """What a call gives: sharded columns, the stream, or something whole."""
+
+    def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
+        """The classes that a module takes on, beside those that go by where it is.
+
+        Args:
+            fused: the one whose kernel stands for the module's own forward, if any.
+        """
+        own = [LocalParameters] if plan.parameters else []
+        return ([] if fused is None else [fused]) + own, None
+
+    def reasons(self, plan: ModulePlan) -> tuple[str, str]:
+        """What its collectives are for, forward and backward."""
+        return "a whole tensor where the stream is sharded", "gradient of a whole tensor"
+
+
+def adds_to_embedding(module: nn.Module) -> bool:
+    """Whether an embedding's class adds something to torch's (a scale, an offset of positions).
+
+    Such a one keeps its own forward; only the look-up inside it is replaced.
+    """
+    own = type(module).forward is not nn.Embedding.forward
+    return isinstance(module, nn.Embedding) and own
 
 
 def divisors(*numbers: int) -> str:

@@ -8,8 +8,11 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tpplan.compiled import ModulePlan
 from tpplan.layout import Rows
-from tpplan.styles.style import Style, runs_as
+from tpplan.roles.reads import Table
+from tpplan.roles.vocab import VocabEmbedding, VocabHead
+from tpplan.styles.style import Roles, Style, adds_to_embedding, runs_as
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -22,7 +25,6 @@ class Vocab(Style):
     name = "vocab"
     vocabulary = True
     bare = Shard(0)
-    reasons = ("look-ups of each rank's rows, summed", "gradient of its output")
     hf = ("embedding_rowwise",)
 
     def complaint(self, module: nn.Module, tp: int) -> str | None:
@@ -59,6 +61,19 @@ class Vocab(Style):
         walk.gives_whole(call)
         if call.path not in walk.boundaries and call.path not in walk.gathered:
             walk.stream.update(call.outputs)
+
+    def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
+        """A look-up or a head; other modules' code may read the table."""
+        read: list[type[nn.Module]] = [Table] if plan.read else []
+        if adds_to_embedding(module):
+            return read, VocabEmbedding
+        return [VocabHead if self.is_head(module) else VocabEmbedding, *read], None
+
+    def reasons(self, plan: ModulePlan) -> tuple[str, str]:
+        """Of a head, or of a table."""
+        if plan.boundaries:
+            return "logits, gathered", "gradient of the logits"
+        return "look-ups of each rank's rows, summed", "gradient of its output"
 
 
 VOCAB = Vocab()

@@ -71,3 +71,12 @@ def with_at(value: Any, place: Place, new: Any) -> Any:
     else:
         object.__setattr__(twin, key, inner)  # dataclasses may be frozen
     return twin
+
+
+def taken(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An argument of a call; None where it was not given."""
+    if argument.name in kwargs:
+        return kwargs[argument.name]
+    if argument.index is not None and argument.index < len(args):
+        return args[argument.index]
+    return None

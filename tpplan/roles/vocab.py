@@ -7,9 +7,9 @@ from torch import nn
 
 from tpplan.comm import chunk, join, reduce_out, scatter_out
 from tpplan.kernels.embedding import look_up, reference
-from tpplan.rewrite.logits import Origin
-from tpplan.rewrite.lowered import Lowered
-from tpplan.rewrite.sequence import require_sequence
+from tpplan.roles.logits import Origin
+from tpplan.roles.lowered import Lowered
+from tpplan.roles.sequence import require_sequence
 
 
 class VocabEmbedding(Lowered, nn.Embedding):

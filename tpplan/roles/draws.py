@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.comm import Group
 from tpplan.compat import in_backward
-from tpplan.rewrite.lowered import Lowered
-from tpplan.styles import named
+from tpplan.roles.lowered import Lowered
 
 
 class Draws(Lowered):
@@ -54,11 +53,11 @@ class Draws(Lowered):
             return self._masked(input)
         if stream.is_sharded(input):
             assert isinstance(input, DTensor)
-            if named(state.plan.style).rows and not torch.compiler.is_compiling():
+            if state.plan.rows and not torch.compiler.is_compiling():
                 return self._masked(input)  # goes local by itself
             out = self._masked(stream.to_local(input))
             return stream.to_global(out, input.size(stream.dim))
-        if named(state.plan.style).rows:
+        if state.plan.rows:
             return self._masked(input)
         return self._alike(input)  # called by itself, outside the stack, with a whole tensor
 

@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpplan import planner
+from tpplan import compiled as data
 from tpplan.comm import Site, Stream, Transition
 from tpplan.comm.distribute import distributed
+from tpplan.compiled import CompiledPlan, ModulePlan
+from tpplan.kernels.forms import GeluForm
 from tpplan.kernels.launch import chosen
-from tpplan.observe.forms import GeluForm
-from tpplan.planner import CompiledPlan, ModulePlan
 from tpplan.planner.match import folded
 from tpplan.planner.replay import assign
-from tpplan.rewrite.attention import MultiheadAttention
-from tpplan.rewrite.draws import Draws
-from tpplan.rewrite.entry import Entry
-from tpplan.rewrite.fused import ROLES, Around, Swapped, common, partner_of
-from tpplan.rewrite.heads import HeadInputs
-from tpplan.rewrite.linear import Colwise, Rowwise, RowwiseScattered, RowwiseTogether
-from tpplan.rewrite.lowered import LocalParameters, Lowered, State, lower
-from tpplan.rewrite.members import OwnMembers, summing_site
-from tpplan.rewrite.norm import WidthNorm
-from tpplan.rewrite.parameters import Own, successor
-from tpplan.rewrite.reads import Table
-from tpplan.rewrite.sequence import Apart, SequenceEmbedding, SequenceParallel
-from tpplan.rewrite.streams import Boundary, Container, Element
-from tpplan.rewrite.vocab import VocabEmbedding, VocabHead
-
-# what the collectives of a style are for, forward and backward
-_REASONS: Mapping[str | None, tuple[str, str]] = {
-    "rowwise": ("its partial outputs, summed", "gradient of its output"),
-    "vocab": ("look-ups of each rank's rows, summed", "gradient of its output"),
-    "attention": ("its partial outputs, summed", "gradient of its output"),
-    "norm": ("sum of squares over the sharded width", "gradient of the sum of squares"),
-    "head": ("logits, gathered", "gradient of the logits"),
-}
-_PASSING = ("a whole tensor where the stream is sharded", "gradient of a whole tensor")
+from tpplan.roles.draws import Draws
+from tpplan.roles.entry import Entry
+from tpplan.roles.fused import ROLES, Around, Swapped, common, partner_of
+from tpplan.roles.heads import HeadInputs
+from tpplan.roles.lowered import Lowered, State, lower
+from tpplan.roles.members import summing_site
+from tpplan.roles.parameters import Own, successor
+from tpplan.roles.streams import Boundary, Container, Element
+from tpplan.styles import named
 
 
 class PlannedStyle(ParallelStyle):
@@ -96,9 +80,7 @@ class PlannedStyle(ParallelStyle):
 
     def _transition(self) -> Transition:
         plan, rule = self.plan, _text(self.plan)
-        style = "head" if plan.style == "vocab" and plan.boundaries else plan.style
-        style = "norm" if plan.norm is not None else style
-        forward, backward = _REASONS.get(style, _PASSING)
+        forward, backward = named(plan.style).reasons(plan)
         return Transition(
             self.stream.group, Site(plan.path, forward, rule), Site(plan.path, backward, rule)
         )
@@ -106,7 +88,7 @@ class PlannedStyle(ParallelStyle):
     def _entries(self) -> tuple[Entry, ...]:
         return tuple(self._entry(boundary) for boundary in self.plan.boundaries)
 
-    def _entry(self, boundary: planner.Boundary) -> Entry:
+    def _entry(self, boundary: data.Boundary) -> Entry:
         key: tuple[int | str, ...] = (boundary.number, *boundary.shared)
         if key not in self.entries:
             consumers = [
@@ -127,7 +109,9 @@ class PlannedStyle(ParallelStyle):
             served = [self.compiled.modules[path] for path in consumers]
             # where a plan says what is gathered, others may read it as well
             said = any("gather" in self.compiled.modules[p].options for p in boundary.shared)
-            projections = not said and all(m.projection or m.style == "vocab" for m in served)
+            projections = not said and all(
+                m.projection or named(m.style).vocabulary for m in served
+            )
             self.entries[key] = Entry(transition, len(boundary.shared), boundary.whole, projections)
         return self.entries[key]
 
@@ -166,51 +150,13 @@ def roles_of(
     """The classes a module takes on, the outermost first, and the one in torch's class's place.
 
     ``fused``: the one whose kernel stands for the module's own forward, if any.
-
-    An embedding whose class adds something to torch's (a scale, an offset of the positions) keeps
-    its own forward; only the look-up inside it is replaced.
     """
-    derived = isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward
-    inner: type[Lowered] | None = None
-    roles: list[type[nn.Module]] = []
-    if plan.container:
-        roles.append(Container)
-    if plan.draws is not None:
-        roles.append(Draws)
-    if plan.element is not None:
-        roles.append(Element)
-    if plan.head_inputs:
-        roles.append(HeadInputs)
-    if plan.boundaries:
-        roles.append(Boundary)
-    if plan.style == "vocab":
-        if derived:
-            inner = VocabEmbedding
-        else:
-            roles.append(VocabEmbedding if isinstance(module, nn.Embedding) else VocabHead)
-        if plan.read:
-            roles.append(Table)
-    elif plan.multihead:
-        roles.append(MultiheadAttention)
-    elif plan.style == "rowwise":
-        scattered = plan.options.get("output") == "shard"
-        together = RowwiseTogether if plan.together else Rowwise
-        roles.append(RowwiseScattered if scattered else together)
-    elif plan.projection:
-        roles += [Colwise] if fused is None else [fused, Colwise]
-    elif plan.norm is not None:
-        roles.append(WidthNorm)
-    elif plan.style == "colwise" and isinstance(module, nn.ModuleList):
-        roles.append(OwnMembers)
-    else:
-        if plan.style == "sequence_parallel":
-            if derived:
-                return roles, SequenceEmbedding
-            roles.append(SequenceParallel)
-        if plan.style == "replicate" and plan.element is None:
-            roles.append(Apart)
-        if fused is not None:
-            roles.append(fused)
-        if plan.parameters:
-            roles.append(LocalParameters)
-    return roles, inner
+    around = {
+        Container: plan.container,
+        Draws: plan.draws is not None,
+        Element: plan.element is not None,
+        HeadInputs: plan.head_inputs,
+        Boundary: plan.boundaries,
+    }
+    roles, inner = named(plan.style).roles(plan, module, fused)
+    return [role for role, taken in around.items() if taken] + roles, inner

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from tpplan.comm import Site
-from tpplan.rewrite.lowered import Lowered
-from tpplan.rewrite.parameters import Own, make
+from tpplan.roles.lowered import Lowered
+from tpplan.roles.parameters import Own, make
 
 
 def summing_site(path: str) -> Site:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tpplan.comm import copy_in, reduce_out
-from tpplan.rewrite.lowered import Lowered
+from tpplan.roles.lowered import Lowered
 
 
 class WidthNorm(Lowered):

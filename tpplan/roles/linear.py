@@ -7,7 +7,7 @@ import functools
 import torch
 
 from tpplan.comm import chunk, join, reduce_out, scatter_out
-from tpplan.rewrite.lowered import Lowered
+from tpplan.roles.lowered import Lowered
 
 
 class Colwise(Lowered):

@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.comm import join, split
-from tpplan.observe.places import Argument
-from tpplan.planner.replay import taken
-from tpplan.rewrite.lowered import Lowered
+from tpplan.places import Argument, taken
+from tpplan.roles.lowered import Lowered
 
 
 def replaced(

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
+from tpplan.kernels.forms import Form
 from tpplan.language import FrozenMap, Plan, Rule
 from tpplan.layout import Rows
-from tpplan.observe.forms import Form
-from tpplan.observe.places import Argument, Place
+from tpplan.places import Argument, Place
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ class ModulePlan:
         style: its rule's style, or None where it has no rule but parameters of its own, or runs
             rewritten modules.
         parameters: names of its own parameters that become DTensors.
+        rows: whether it is to run on a rank's rows of the stream.
         stream: the argument that carries the stream, of a module that takes its rows of it, or all
             of it; None where it was not called.
         projection: whether it is column-parallel and multiplies its input by its weight.
@@ -142,6 +143,7 @@ class ModulePlan:
     parameters: tuple[str, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     element: Element | None = None
+    rows: bool = False
     stream: Argument | None = None
     projection: bool = False
     multihead: bool = False

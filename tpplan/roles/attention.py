@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpplan.comm import reduce_out
-from tpplan.rewrite.heads import own_part
-from tpplan.rewrite.linear import reduced
-from tpplan.rewrite.lowered import Lowered
+from tpplan.roles.heads import own_part
+from tpplan.roles.linear import reduced
+from tpplan.roles.lowered import Lowered
 
 
 class MultiheadAttention(Lowered, nn.MultiheadAttention):

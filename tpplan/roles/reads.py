@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map
 
 from tpplan import compat
 from tpplan.comm import Site, Transition
-from tpplan.rewrite.entry import Entry
-from tpplan.rewrite.logits import Origin
-from tpplan.rewrite.lowered import Lowered
+from tpplan.roles.entry import Entry
+from tpplan.roles.logits import Origin
+from tpplan.roles.lowered import Lowered
 
 # questions that the sharded table answers by itself
 _ASKING = frozenset(

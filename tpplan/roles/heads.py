@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.comm import Site, Transition, copy_in, split
 from tpplan.comm.stream import version_of
-from tpplan.planner.replay import heads_of, own_heads
-from tpplan.rewrite.lowered import Lowered, State
+from tpplan.compiled import ModulePlan
+from tpplan.places import taken
+from tpplan.roles.lowered import Lowered, State
 
 
 def own_part(x: torch.Tensor, dim: int | None, heads: int, state: State) -> torch.Tensor:
@@ -50,3 +52,40 @@ class HeadInputs(Lowered):
         cut = functools.partial(own_part, heads=state.plan.heads, state=state)
         args, kwargs = own_heads(state.plan, cut, args, kwargs)
         return super().forward(*args, **kwargs)
+
+
+def own_heads(
+    plan: ModulePlan,
+    cut: Callable[[torch.Tensor, int], torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with each of ``plan.head_inputs`` ``cut`` to a rank's heads along its dimension."""
+    for argument, dim in plan.head_inputs:
+        x = taken(argument, args, kwargs)
+        if not isinstance(x, torch.Tensor):
+            continue
+        dim %= x.dim()
+        if x.size(dim) != 1 and x.size(dim) % plan.heads:
+            raise ValueError(
+                f"{plan.path}: '{argument.name}' has {x.size(dim)} entries along dimension {dim}, "
+                f"not a multiple of {plan.heads} heads"
+            )
+        value = cut(x, dim)
+        if argument.name in kwargs:
+            kwargs = {**kwargs, argument.name: value}
+        elif argument.index is not None:
+            args = (*args[: argument.index], value, *args[argument.index + 1 :])
+    return args, kwargs
+
+
+def heads_of(x: torch.Tensor, dim: int, heads: int, rank: int, tp: int) -> torch.Tensor:
+    """A rank's heads of ``x``; all of it where it holds one for all of them.
+
+    A dimension of batch·heads holds the heads of one sample after the other.
+    """
+    if x.size(dim) == 1:
+        return x
+    each = heads // tp
+    grouped: torch.Tensor = x.unflatten(dim, (-1, heads))
+    return grouped.narrow(dim + 1, rank * each, each).flatten(dim, dim + 1)

@@ -17,13 +17,12 @@ from tpplan.comm.conjugates import join
 from tpplan.comm.placements import is_cut
 from tpplan.comm.sharded import Window
 from tpplan.comm.stream import Parts
-from tpplan.observe.places import at, with_at
-from tpplan.planner.replay import taken
-from tpplan.rewrite.draws import draws_in_training
-from tpplan.rewrite.logits import Logits
-from tpplan.rewrite.lowered import Lowered, looks
-from tpplan.rewrite.members import members_of, prepare
-from tpplan.rewrite.sequence import replaced, require_sequence
+from tpplan.places import at, taken, with_at
+from tpplan.roles.draws import draws_in_training
+from tpplan.roles.logits import Logits
+from tpplan.roles.lowered import Lowered, looks
+from tpplan.roles.members import members_of, prepare
+from tpplan.roles.sequence import replaced, require_sequence
 
 
 class Container(Lowered):

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from tpplan.comm import Stream, Transition
 from tpplan.comm.agreement import Schedule
 from tpplan.comm.distribute import loaded
-from tpplan.planner import ModulePlan
-from tpplan.rewrite.entry import Entry
-from tpplan.rewrite.parameters import Marks, Own, is_installed
-from tpplan.rewrite.projection import Projection, projection
+from tpplan.compiled import ModulePlan
+from tpplan.roles.entry import Entry
+from tpplan.roles.parameters import Marks, Own, is_installed
+from tpplan.roles.projection import Projection, projection
 
 
 def passive(hook: Any) -> Any:

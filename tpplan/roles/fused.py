@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from tpplan import compat
+from tpplan.compiled import KernelChoice
+from tpplan.kernels.forms import GatedForm, GeluForm, NormForm, UnbiasedForm
 from tpplan.kernels.gated import gated, gated_packed
 from tpplan.kernels.gelu import gelu
 from tpplan.kernels.norm import norm
-from tpplan.observe.forms import GatedForm, GeluForm, NormForm, UnbiasedForm
-from tpplan.planner import KernelChoice
-from tpplan.rewrite.lowered import State, looks
-from tpplan.rewrite.projection import Projection
+from tpplan.roles.lowered import State, looks
+from tpplan.roles.projection import Projection
 
 
 @dataclass
