@@ -9,11 +9,16 @@ from torch.distributed.tensor import DTensor
 
 from tpplan import compat
 from tpplan.comm.placements import block, ranges_of, tp_rank
-from tpplan.layout import placed
+from tpplan.layout import Rows, placed
 
 
 class Chunked(DTensor):
-    """A DTensor of which each rank saves and loads the ranges of rows that it holds."""
+    """A DTensor placed by ``Rows``: each rank saves and loads the ranges that it holds."""
+
+    @property
+    def rows(self) -> Rows:
+        """The placement over the tensor-parallel ranks."""
+        return ranges_of(compat.spec_of(self))  # type: ignore[return-value]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -39,19 +44,17 @@ class Chunked(DTensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        rows = ranges_of(self)
-        assert rows is not None
+        dim = self.rows.dim
         for offsets, sizes, at in _chunks(self):
             if index.offset is None or tuple(index.offset) == tuple(offsets):
-                return compat.local_of(self).narrow(rows.dim, at, sizes[rows.dim])
+                return compat.local_of(self).narrow(dim, at, sizes[dim])
         raise ValueError(f"no rows of this rank begin at {index.offset}")
 
 
-def _chunks(t: DTensor) -> list[tuple[list[int], list[int], int]]:
+def _chunks(t: Chunked) -> list[tuple[list[int], list[int], int]]:
     """What this rank holds under ``Rows``: offsets and sizes within the whole tensor, and the
     first local row."""
-    rows = ranges_of(t)
-    assert rows is not None
+    rows = t.rows
     ranges, found = block(t), []
     if any(start == stop for start, stop in ranges):
         return []

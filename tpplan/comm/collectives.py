@@ -83,22 +83,22 @@ class Handle:
 
     def wait(self) -> torch.Tensor:
         """The result, once it has arrived; outside autograd."""
-        sent = _called(_wait, self.sent)
+        if torch.compiler.is_compiling():
+            sent = _wait(self.sent)
+        else:
+            with below_autograd():
+                sent = _wait(self.sent)
         return sent if self._finish is None else self._finish(sent)  # type: ignore[no-any-return]
 
 
 def _started(site: Site, op: Any, *args: Any) -> torch.Tensor:
     """What the collective ``op`` writes, issued from ``site``."""
-    if not torch.compiler.is_compiling() and dispatch_is_observed():
+    if torch.compiler.is_compiling():
+        return op(*args)  # type: ignore[no-any-return]
+    if dispatch_is_observed():
         for mode in dispatch_modes():
             if isinstance(mode, Observer):
                 mode.at(site)
-    return _called(op, *args)
-
-
-def _called(op: Any, *args: Any) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        return op(*args)  # type: ignore[no-any-return]
     with below_autograd():
         return op(*args)  # type: ignore[no-any-return]
 

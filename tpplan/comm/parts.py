@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from tpplan import compat
+from tpplan.comm.chunked import Chunked
 from tpplan.comm.collectives import Group, Site, all_gather
-from tpplan.comm.placements import around_tp, narrowed, part_of, ranges_of, tp_mesh
+from tpplan.comm.placements import around_tp, narrowed, part_of, tp_mesh
 from tpplan.layout import Rows
 
 _GATHER = Site("", "a packed or shared parameter, gathered")
@@ -33,10 +33,9 @@ def scattered(
     return local
 
 
-def gathered(t: DTensor) -> torch.Tensor:
+def gathered(t: Chunked) -> torch.Tensor:
     """The whole tensor in its original order, on every rank; without autograd."""
-    local, rows = compat.local_of(t).detach(), ranges_of(t)
-    assert rows is not None
+    local, rows = compat.local_of(t).detach(), t.rows
     shape = list(t.shape)
     length = shape[rows.dim] = rows.length()
     if t.device_mesh.ndim > 1:
@@ -50,10 +49,8 @@ def gathered(t: DTensor) -> torch.Tensor:
     return whole
 
 
-def cut(whole: torch.Tensor, origin: DTensor, synchronized: bool = False) -> torch.Tensor:
+def cut(whole: torch.Tensor, origin: Chunked, synchronized: bool = False) -> torch.Tensor:
     """What this rank holds of ``whole``; ``synchronized``: of the first tp rank's."""
     if synchronized:
-        rows = ranges_of(origin)
-        assert rows is not None
-        return narrowed(scattered(whole, tp_mesh(origin), rows, 0), origin)
+        return narrowed(scattered(whole, tp_mesh(origin), origin.rows, 0), origin)
     return part_of(whole, origin)

@@ -5,26 +5,15 @@ Its mesh may have further dimensions, FSDP2's: they cut what a tensor-parallel r
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from tpplan.compat import DTensorSpec
 from tpplan.layout import Rows
 
-
-class Placed(Protocol):
-    """A DTensor, or its spec."""
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The ranks."""
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """For each dimension of the mesh."""
+Placed = DTensor | DTensorSpec
 
 
 def tp_dim(mesh: DeviceMesh) -> int:

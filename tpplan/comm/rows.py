@@ -58,11 +58,6 @@ class RowsTensor(Chunked):
             return _Around.apply(local, spec)  # type: ignore[no-any-return, no-untyped-call]
         return compat.dtensor(local, spec, RowsTensor)  # type: ignore[return-value]
 
-    @property
-    def rows(self) -> Rows:
-        """The placement."""
-        return ranges_of(compat.spec_of(self))  # type: ignore[return-value]
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _RUN_AT_ONCE = 2**62
+# Within it, ops skip their autograd registrations; for code inside autograd functions. The
+# functional collectives have theirs in Python, which costs more than the call itself. Not for code
+# that is being compiled.
+below_autograd: Callable[[], contextlib.AbstractContextManager[object]] = (
+    torch._C._AutoDispatchBelowAutograd
+)
 
 
 def hooks_of(leaf: torch.Tensor) -> tuple[Any, Any]:
@@ -26,15 +33,6 @@ def set_hooks(leaf: torch.Tensor, hooks: tuple[Any, Any]) -> None:
 def is_held_elsewhere(gradient: torch.Tensor) -> bool:
     """Whether autograd holds on to a gradient that it gave to a function."""
     return gradient._use_count() > 1  # type: ignore[attr-defined, no-any-return]
-
-
-def below_autograd() -> contextlib.AbstractContextManager[object]:
-    """Within it, ops skip their autograd registrations; for code inside autograd functions.
-
-    The functional collectives have theirs in Python, which costs more than the call itself. Not for
-    code that is being compiled.
-    """
-    return torch._C._AutoDispatchBelowAutograd()
 
 
 def in_backward() -> bool:

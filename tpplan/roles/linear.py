@@ -44,15 +44,12 @@ class Rowwise(Lowered):
         return reduced(self, self._tpplan_project(input, weight), bias)
 
 
-class RowwiseScattered(Lowered):
+class RowwiseScattered(Rowwise):
     """Each rank gets its columns of Y = sum_i X_i A_i + b (a layer that mixes all heads, and
     whose result is one number for each head)."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
-        if state.stream.shared is None and state.alone:
-            with self._tpplan_whole():
-                return super().forward(input)  # type: ignore[no-any-return, misc]
         weight, *bias = self._locals()
         partial = self._tpplan_project(input, weight)
         out = scatter_out(partial, partial.dim() - 1, state.transition)
