@@ -186,9 +186,7 @@ FAULTS = (
     Fault("gradient of the squares is not summed", "roles.norm:copy_in", to.unsummed, "together"),
     Fault("biases of the first rank's heads", "roles.heads:heads_of", to.first_heads, "packed"),
     Fault("sizes in the code are left whole", "rewrite.planned:assign", to.nothing(), "packed"),
-    Fault(
-        "positions of the first rank's rows", "roles.sequence:split", to.of_first_rank, "gpt sp"
-    ),
+    Fault("positions of the first rank's rows", "roles.sequence:split", to.of_first_rank, "gpt sp"),
     Fault(
         "keys for values",
         "roles.attention:MultiheadAttention._projected",

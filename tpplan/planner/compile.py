@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from tpplan.compat import FakeTensorMode
 from tpplan.compiled import (
     CompiledPlan,
-    Draws,
-    KernelChoice,
-    ModulePlan,
-    ParameterPlan,
-    WidthNorm,
 )
-from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
-from tpplan.layout import Rows
+from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.probe import probe_modules
@@ -27,18 +21,18 @@ from tpplan.observe.shadow import call_for, padded, shadow_of, shortened
 from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Trace, record
 from tpplan.observe.twins import same_randomness
-from tpplan.places import Argument
 from tpplan.planner import checks, infer
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import follow
-from tpplan.planner.kernels import choose, implementations
+from tpplan.planner.kernels import implementations
 from tpplan.planner.match import match
+from tpplan.planner.outcome import Outcome
 from tpplan.planner.placing import Placing
 from tpplan.planner.replay import Failure, prove
 from tpplan.planner.sizes import Sizes
 from tpplan.planner.together import reduced_together
 from tpplan.planner.unproved import say_unproved
-from tpplan.styles import NONE, named
+from tpplan.styles import named
 from tpplan.styles.replicate import REPLICATE
 
 
@@ -71,7 +65,9 @@ def compile_plan(
         return compiler.result()
 
 
-class _Compiler:
+class _Compiler(Outcome):
+    """Finds it all, step by step."""
+
     def __init__(
         self, model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool | None
     ) -> None:
@@ -245,20 +241,6 @@ class _Compiler:
             message = "is used both inside and outside a sharded region: its gradient is ambiguous"
             self.complaints.about(None, torn, message)
 
-    def torn(self, name: str) -> bool:
-        """Whether a replicated parameter's gradient is a part here and the whole there."""
-        style = named(self.placing.style_of(self.placing.owner(name)))
-        if style.sums or self.tp == 1:
-            return False
-        if style.rows and self.sequence_parallel:
-            return False  # a part everywhere
-        if not isinstance(self.placing.placement(name), Replicate):
-            return False
-        flow = self.flow
-        partial, whole = [flow.in_region], [flow.elsewhere]
-        (partial if self.sequence_parallel else whole).append(flow.on_stream)
-        return any(name in met for met in partial) and any(name in met for met in whole)
-
     def check_regions(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """Replay the sharded regions on random numbers."""
         calls = [shortened(call)]
@@ -299,166 +281,7 @@ class _Compiler:
         self.sizes.attributes = stated
         return failure
 
-    # --- the outcome
-
-    def result(self) -> CompiledPlan:
-        parameters = {
-            names[0]: self.parameter_plan(names) for names in self.placing.names.values() if names
-        }
-        return CompiledPlan(
-            plan=self.plan,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            modules=FrozenMap(self.module_plans()),
-            parameters=FrozenMap(parameters),
-            kernels=FrozenMap(self.kernels),
-            unmatched=self.matches.unmatched,
-        )
-
-    def parameter_plan(self, names: tuple[str, ...]) -> ParameterPlan:
-        parameter = self.model.get_parameter(names[0])
-        placement = self.placing.placement(names[0])
-        shape = list(parameter.shape)
-        if isinstance(placement, Rows):
-            shape[placement.dim] = placement.length()
-        elif isinstance(placement, Shard):
-            shape[placement.dim] = -(-shape[placement.dim] // self.tp)
-        return ParameterPlan(
-            name=names[0],
-            shape=tuple(parameter.shape),
-            dtype=parameter.dtype,
-            placement=placement,
-            local_shape=tuple(shape),
-            summed=self.tp > 1 and any(self.summed(name) for name in names),
-            aliases=names[1:],
-            rule=self.placing.rule_of(names[0]),
-        )
-
-    def summed(self, name: str) -> bool:
-        """Whether each rank's gradient of a parameter, or of rows it shares, is only a part."""
-        placement = self.placing.placement(name)
-        if isinstance(placement, Rows):
-            return bool(placement.shared())
-        if not isinstance(placement, Replicate):
-            return False
-        owner = self.placing.owner(name)
-        style, rule = named(self.placing.style_of(owner)), self.matches.modules.get(owner)
-        if rule is not None and style.scatters(rule.options):
-            return True
-        # a row-parallel bias is added after the reduction, wherever the trace saw it added
-        if style.sums or (style.rows and name not in self.flow.in_region):
-            return self.sequence_parallel
-        on_stream = self.sequence_parallel and name in self.flow.on_stream
-        around = owner in self.containers()
-        if on_stream and around and name not in self.flow.elsewhere:
-            return False  # the ops on the stream in its global form sum it themselves
-        return name in self.flow.in_region or on_stream
-
-    def of(self, trait: str) -> set[str]:
-        """The modules of whose style something is true."""
-        return {path for path, style in self.styles.items() if getattr(style, trait)}
-
-    def containers(self) -> set[str]:
-        """The modules that the stream passes through in its global form."""
-        called = {call.path for call in self.trace.calls}
-        special = set(self.styles) | set(self.elements)
-        return {""} | {
-            parent
-            for path in special
-            for parent in _parents(path)
-            if parent in called and not self._in_element(parent)
-        }
-
-    def module_plans(self) -> dict[str, ModulePlan]:
-        containers = self.containers()
-        plans = {}
-        for path, module in self.model.named_modules():
-            rule = self.matches.modules.get(path)
-            own = tuple(name for name, p in module._parameters.items() if p is not None)
-            plan = ModulePlan(
-                path=path,
-                style=None if rule is None else rule.style,
-                rule=rule,
-                parameters=own,
-                boundaries=self.boundaries.get(path, ()),
-                element=self.elements.get(path),
-                rows=self.styles.get(path, NONE).rows,
-                stream=self.stream_of(path),
-                transposed=path in self.sizes.transposed,
-                norm=self.width_norm(path),
-                projection=path in self.sizes.columns,
-                multihead=path in self.multihead,
-                together=self.together.get(path, ()),
-                head_inputs=self.sizes.head_inputs.get(path, ()),
-                heads=self.heads_of(path),
-                container=path in containers,
-                draws=self.drawn(path),
-                read=self.styles.get(path, NONE).vocabulary
-                and any(f"{path}.{name}" in self.read for name in own),
-                attributes=FrozenMap(self.sizes.attributes.get(path)),
-                options=FrozenMap() if rule is None else rule.options,
-                kernel=self.kernel(path),
-            )
-            if plan != ModulePlan(path=path, style=None):
-                plans[path] = plan
-        return plans
-
-    def stream_of(self, path: str) -> Argument | None:
-        """The argument that carries the stream into a module that runs on its rows, or on all."""
-        style = self.styles.get(path, NONE)
-        return infer.carrying(self.trace, path) if style.rows or style.apart else None
-
-    def width_norm(self, path: str) -> WidthNorm | None:
-        """An RMSNorm of the very columns that a column-parallel layer makes, shown by numbers."""
-        finding = self.probed.get(path)
-        if not self.styles.get(path, NONE).columns or finding is None or not finding.exact:
-            return None
-        if finding.kind != "rms_norm":
-            return None
-        (weight,) = (p for p in self.model.get_submodule(path).parameters())
-        width = int(weight.shape[0])
-        call = next(c for c in self.trace.calls if c.path == path)
-        # not of each head by itself, which has all of the columns that it needs
-        shapes, (given, *_) = self.trace.shapes, call.arguments
-        made = {c.path: shapes[c.outputs[0]] for c in self.trace.calls if c.outputs}
-        for source in infer.sources(self.trace, call, self.styles):
-            columns = source in self.sizes.columns and len(made[source]) == len(shapes[given])
-            if columns and shapes[given][-1] == width:
-                return WidthNorm(width, finding.eps, finding.offset)
-        return None
-
-    def heads_of(self, path: str) -> int:
-        return self.sizes.geometry.groups[path].heads or 0 if path in self.sizes.head_inputs else 0
-
-    def drawn(self, path: str) -> Draws | None:
-        """What the random numbers that a module draws in its own forward are for."""
-        kinds = self.draws.get(path, set())
-        partial = kinds & ({"region", "stream"} if self.sequence_parallel else {"region"})
-        if partial and kinds - partial:
-            return "mixed"
-        order: tuple[Draws, ...] = ("region", "stream", "whole")
-        return next((kind for kind in order if kind in kinds), None)
-
-    def kernel(self, path: str) -> KernelChoice | None:
-        finding = self.probed.get(path)
-        if finding is not None and finding.kind is not None:
-            wide = self.styles.get(path, NONE).columns
-            obstacle = "its width is sharded" if wide else None
-            return choose(finding.kind, finding.form, self.kernels, obstacle)
-        if path in self.fused:
-            kind, form, obstacle = self.fused[path]
-            return choose(kind, form, self.kernels, obstacle)
-        return None
-
-    def _in_element(self, path: str) -> bool:
-        return any(e and (path == e or path.startswith(e + ".")) for e in self.elements)
-
 
 def _dropouts(model: nn.Module) -> set[str]:
     kind = nn.modules.dropout._DropoutNd
     return {path for path, module in model.named_modules() if isinstance(module, kind)}
-
-
-def _parents(path: str) -> Iterable[str]:
-    parts = path.split(".") if path else []
-    return (".".join(parts[:i]) for i in range(len(parts)))
