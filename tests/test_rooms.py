@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tpplan.styles import STYLES
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tpplan"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -98,3 +100,25 @@ def test_every_room_is_in_the_picture() -> None:
     text = ARCHITECTURE.read_text()
     rooms = {room(module) for module in MODULES if (PACKAGE / room(module)).is_dir()} - {""}
     assert [name for name in sorted(rooms) if f"`tpplan/{name}/`" not in text] == []
+
+
+STYLED = [module for module in MODULES if room(module) not in ("language", "styles")]
+
+
+@pytest.mark.parametrize("name", [*STYLES])
+def test_a_style_is_named_in_its_file_alone(name: str) -> None:
+    """Keywords and keys called ``sequence_parallel`` are the mode, which is not compared."""
+    for module in STYLED:
+        for node in ast.walk(ast.parse(MODULES[module].read_text())):
+            inside = isinstance(node, ast.Compare) or name != "sequence_parallel"
+            for found in ast.walk(node) if inside else ():
+                assert not (isinstance(found, ast.Constant) and found.value == name), module
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_sizes(module: str) -> None:
+    text = MODULES[module].read_text()
+    assert text.count("\n") <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 60, node.name

@@ -6,7 +6,7 @@ import math
 
 from torch import nn
 
-from tpplan.compiled import CompiledPlan, Draws, ModulePlan, ParameterPlan
+from tpplan.compiled import Boundary, CompiledPlan, Draws, ModulePlan, ParameterPlan
 from tpplan.kernels.forms import UnbiasedForm
 from tpplan.layout import Rows
 
@@ -39,20 +39,25 @@ def _module(compiled: CompiledPlan, plan: ModulePlan | None, path: str) -> list[
     return [*lines, *inferences(compiled, plan), *served]
 
 
+def _entering(boundary: Boundary, sequence_parallel: bool) -> list[str]:
+    enters = "all-gathered along the sequence" if sequence_parallel else "copied in"
+    leaves = "reduce-scattered" if sequence_parallel else "all-reduced"
+    consumers = ", ".join(boundary.consumers)
+    names = ", ".join(argument.name for argument in boundary.arguments)
+    lines = [
+        f"inferred: '{names}' enters the sharded region here, for "
+        f"{consumers}: {enters}, its gradient {leaves}"
+    ]
+    if len(boundary.shared) > 1:
+        lines.append(f"inferred: one collective serves {', '.join(boundary.shared)}")
+    return lines
+
+
 def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
     """What was found out about a module beyond its rule and its parameters, a line each."""
     lines = []
     for boundary in plan.boundaries:
-        enters = "all-gathered along the sequence" if compiled.sequence_parallel else "copied in"
-        leaves = "reduce-scattered" if compiled.sequence_parallel else "all-reduced"
-        consumers = ", ".join(boundary.consumers)
-        names = ", ".join(argument.name for argument in boundary.arguments)
-        lines.append(
-            f"inferred: '{names}' enters the sharded region here, for "
-            f"{consumers}: {enters}, its gradient {leaves}"
-        )
-        if len(boundary.shared) > 1:
-            lines.append(f"inferred: one collective serves {', '.join(boundary.shared)}")
+        lines += _entering(boundary, compiled.sequence_parallel)
     if plan.transposed:
         lines.append("inferred: its weight is stored (in, out)")
     if len(plan.together) > 1:

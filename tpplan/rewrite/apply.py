@@ -44,26 +44,7 @@ def apply(
     try:
         if mesh is not None and sharded:
             old = {name: id(p) for name, p in model.named_parameters() if id(p) in held}
-            fused = (k for k, how in compiled.kernels.items() if chosen(how, mesh.device_type))
-            stream = Stream(
-                mesh, compiled.sequence_parallel, compiled.plan.sequence_dim, frozenset(fused)
-            )
-            stream.whole_results = all(
-                plan.options.get("output") != "shard"
-                for plan in compiled.modules.values()
-                if named(plan.style).vocabulary
-            )
-            installed: dict[str, nn.Parameter] = {}
-            entries: dict[tuple[int | str, ...], Entry] = {}
-            styles: dict[str, Any] = {
-                path: PlannedStyle(plan, model, compiled, stream, installed, entries, src_data_rank)
-                for path, plan in compiled.modules.items()
-            }
-            parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)
-            for module in model.modules():
-                if isinstance(module, OwnMembers):
-                    module._tpplan_join()
-            _move_buffers(model, mesh.device_type)
+            _shard(model, compiled, mesh, src_data_rank)
             if old:
                 new = {key: model.get_parameter(name) for name, key in old.items()}
                 replace(model, new, undo)
@@ -81,6 +62,29 @@ def apply(
             module._buffers.update(buffers)
         raise
     return model
+
+
+def _shard(
+    model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh, src_data_rank: int | None
+) -> None:
+    fused = (k for k, how in compiled.kernels.items() if chosen(how, mesh.device_type))
+    stream = Stream(mesh, compiled.sequence_parallel, compiled.plan.sequence_dim, frozenset(fused))
+    stream.whole_results = all(
+        plan.options.get("output") != "shard"
+        for plan in compiled.modules.values()
+        if named(plan.style).vocabulary
+    )
+    installed: dict[str, nn.Parameter] = {}
+    entries: dict[tuple[int | str, ...], Entry] = {}
+    styles: dict[str, Any] = {
+        path: PlannedStyle(plan, model, compiled, stream, installed, entries, src_data_rank)
+        for path, plan in compiled.modules.items()
+    }
+    parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)
+    for module in model.modules():
+        if isinstance(module, OwnMembers):
+            module._tpplan_join()
+    _move_buffers(model, mesh.device_type)
 
 
 def _move_buffers(model: nn.Module, device_type: str) -> None:
