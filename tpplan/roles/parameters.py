@@ -132,7 +132,7 @@ class Own:
                 or source[1].requires_grad is not source[3]
             ):
                 return False
-        return not self.mates or not self._outdated(module)
+        return len(self._outdated(module)) == 0 if self.mates else True
 
     def together(self, module: nn.Module) -> tuple[tuple[nn.Module, Own], ...]:
         """The module's mates; itself alone where it has none.
