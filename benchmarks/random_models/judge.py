@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import linecache
 import re
@@ -29,6 +30,8 @@ TOLERANCE, SINGLE = 1e-8, 1e-4
 EXAMPLE = (2, 8)
 RUNS = ((2, 8, True), (3, 7, False), (1, 13, True))
 """Batch, length, and whether the model trains."""
+LARGE = 1e4
+"""Of outputs: what is larger is chaos, where a last digit changes a gradient's sign."""
 RIGHT, REFUSED = "right", "refused"
 WORST_FIRST = ("harness", "crash", "fails", "hang", "wrong", "refused", "right")
 _numbers = itertools.count()
@@ -64,7 +67,32 @@ def built(case: Case) -> tuple[nn.Module, dict[str, Any]]:
         for p in model.parameters():  # unit norms and zero biases hide mistakes
             if p.numel() and bool((p == p.flatten()[0]).all()):
                 p.add_(0.3 * torch.randn(p.shape, generator=generator))
-    return model if case.late_double else model.double(), space
+    model = model if case.late_double else model.double()
+    _tame(model, inputs(case, space, *EXAMPLE, not case.late_double))
+    return model, space
+
+
+def _tame(model: nn.Module, given: dict[str, Any]) -> None:
+    """Smaller matrices where the activations explode: rounding would be all that is compared."""
+    for _ in range(20):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                out = copy.deepcopy(model).eval()(**given)
+            except Exception:  # which is for the verdict
+                return
+            found = [float(t.abs().max()) for t in _tensors(out) if t.is_floating_point()]
+            if max(found, default=0.0) <= LARGE:
+                return
+            for p in model.parameters():
+                if p.dim() > 1:
+                    p.mul_(0.7)
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    """All that a model gives."""
+    leaves = tree_leaves(vars(out) if is_dataclass(out) else out)
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.numel()]
 
 
 def inputs(case: Case, space: Mapping[str, Any], batch: int, length: int, double: bool) -> Any:
@@ -200,8 +228,7 @@ def _run(model: nn.Module, given: dict[str, Any], seed: int) -> dict[str, torch.
         for name, t in given.items()
     }
     out = model(**fed)
-    leaves = tree_leaves(vars(out) if is_dataclass(out) else out)
-    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+    tensors = _tensors(out)
     found: dict[str, torch.Tensor | None] = {}
     generator = torch.Generator().manual_seed(seed)
     objective = torch.zeros((), dtype=torch.float64)
@@ -279,15 +306,11 @@ def _untouched(case: Case, model: nn.Module, given: dict[str, Any]) -> Verdict |
     """What a refused plan must have left as it was."""
     reference, _ = built(case)
     with torch.no_grad():
-        theirs, ours = (
-            [
-                t
-                for t in tree_leaves(vars(o) if is_dataclass(o) else o)
-                if isinstance(t, torch.Tensor)
-            ]
-            for o in (m.eval()(**given) for m in (reference, model))
-        )
-    same = all(type(a) is type(b) and torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+        theirs, ours = (_tensors(m.eval()(**given)) for m in (reference, model))
+    same = all(
+        type(a) is type(b) and torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(theirs, ours, strict=True)
+    )
     if same:
         return None
     return Verdict("wrong", "a refused plan changed the model", f"{theirs} {ours}"[:2000])
