@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,14 @@ from tpplan.language import Diagnostic, FrozenMap, PlanError
 from tpplan.planner import compile_plan
 from tpplan.planner.kernels import implementations
 from tpplan.proof import Verification
-from tpplan.render import Advice, Report
 from tpplan.rewrite import apply, plan_of
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.shipped import PlanSource, load_plan
 from tpplan.simulate import Training
 from tpplan.simulate.optimizers import OptimizerSource, optimizer_named
+
+if TYPE_CHECKING:
+    from tpplan.render import Advice, Report
 
 
 def parallelize(
@@ -125,6 +127,8 @@ def dry_run(
     if loss:
         inputs = with_labels(model, inputs, batch, seq)
     setting = Setting(loaded, tp, sequence_parallel, kernels, inputs)
+    from tpplan.render import Report  # which training does without
+
     found = cost.dry_run(model, setting, batch, seq, training, fold, hardware)
     return Report.of(with_companions(model, setting, found) if compare else found)
 
@@ -170,6 +174,8 @@ def advise(
         inputs = with_labels(model, inputs, micro_batch, seq)
     setting = Setting(load_plan(plan, model), 1, None, kernels, inputs)
     task = Task(gpus or timed_on.node, batch, seq, micro_batch)
+    from tpplan.render import Advice
+
     return Advice.of(cost.advise(model, setting, task, training, timed_on, told))
 
 

@@ -154,7 +154,7 @@ class _Reader:
         if experts:
             outer = [p for p in experts if not any(a in experts for a in _ancestors(p))]
             message = f"{fold(outer)}: experts of a mixture are not supported by this version"
-            hint = "a plan of your own can leave them whole on every rank, with 'replicate'"
+            hint = f"a plan of your own can leave them whole, with '{REPLICATE.name}'"
             problems.append(Diagnostic(message, hint=hint))
         for style, paths in unknown.items():
             if paths:

@@ -15,7 +15,7 @@ from tests.proof import odd
 from tpplan.planner import compile_plan
 from tpplan.proof import prove
 from tpplan.proof.exact import exact
-from tpplan.proof.miniature import miniature, unsharded
+from tpplan.proof.miniature import Thin, miniature, unsharded
 
 PLAN = {"tpplan": 1, "rules": {"layers.*.fc": "colwise", "layers.*.out": "rowwise"}}
 
@@ -103,7 +103,7 @@ def test_the_miniature_is_one_model_whole_or_not() -> None:
     model = llama(hidden_size=512, intermediate_size=1024)
     compiled = compile_plan(model, tpplan.load_plan("llama.yaml"), 2, False)
     small, _ = miniature(model, compiled)
-    thin = [m for m in small.modules() if "_tpplan_project" in vars(m)]
+    thin = [m for m in small.modules() if isinstance(vars(m).get("_tpplan_project"), Thin)]
     assert thin
     ids = torch.randint(0, 128, (2, 8), generator=torch.Generator().manual_seed(0))
     with exact():

@@ -16,6 +16,7 @@ from tests.models import randomize, weights_like
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 from tpplan.compat import simulate
+from tpplan.rewrite import apply
 
 WIDTH, HEADS, VOCAB = 64, 8, 131
 LAYER = {
@@ -162,3 +163,31 @@ def test_heads_that_do_not_divide() -> None:
     with pytest.raises(tpplan.PlanError, match="tp may be 1, 2, 4, 8"):
         ids = torch.zeros(2, 8, dtype=torch.long)
         tpplan.check(Encoder(batch_first=True), ENCODER, 3, inputs=ids)
+
+
+ROOT = {
+    "layers.*.self_attn": "attention",
+    "layers.*.linear1": "colwise",
+    "layers.*.linear2": "rowwise",
+    "layers.*.{norm1,norm2}": "sequence_parallel",
+}
+
+
+def test_a_model_that_is_torchs_encoder_itself() -> None:
+    """In evaluation, with a mask, it would run fused code that reads whole weights."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+    reference = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 6, 16)
+    padding = torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    compiled = tpplan.check(reference, {"tpplan": 1, "rules": ROOT}, 2, False, inputs=(x,))
+    assert compiled.modules[""].attributes["use_nested_tensor"] == (True, 0)
+
+    def job(mesh: DeviceMesh) -> float:
+        model = apply(copy.deepcopy(reference), compiled, mesh)
+        with torch.no_grad():
+            out = model(x, src_key_padding_mask=padding)
+            return error(reference(x, src_key_padding_mask=padding)[~padding], out[~padding])
+
+    assert max(simulate(2, job)) < 1e-5

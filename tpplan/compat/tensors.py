@@ -138,7 +138,7 @@ def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
         return
 
     def built(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-        if any(isinstance(kind, placement) for kind in spec.placements):
+        if any(isinstance(where, placement) for where in spec.placements):
             return torch.Tensor._dtensor__new__(  # type: ignore[attr-defined, no-any-return]
                 kind, local, spec, requires_grad=local.requires_grad
             )

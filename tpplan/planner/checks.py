@@ -52,7 +52,7 @@ def check_unmentioned(
     total = sum(p.numel() for p in parameters.values())
     left = {name: p for name, p in parameters.items() if name not in mentioned}
     large = [name for name, p in left.items() if p.dim() >= 2]
-    hint = "give it a rule; 'replicate' leaves it whole on every rank"
+    hint = f"give it a rule; '{REPLICATE.name}' leaves it whole on every rank"
     for pattern in dict.fromkeys(folded(name) for name in large):
         members = [name for name in large if folded(name) == pattern]
         shape = tuple(left[members[0]].shape)

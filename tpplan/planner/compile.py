@@ -20,7 +20,7 @@ from tpplan.observe.probe import probe_modules
 from tpplan.observe.shadow import call_for, padded, shadow_of, shortened
 from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Trace, record
-from tpplan.observe.twins import same_randomness
+from tpplan.observe.twins import DROPOUT, same_randomness
 from tpplan.planner import checks, infer
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import follow
@@ -156,7 +156,7 @@ class _Compiler(Outcome):
         self.check_torn()
         self.check_bare()
         if self.sequence_parallel:
-            self.check_apart()
+            self.check_rows()
         if not self.complaints.wrong and self.tp > 1:
             self.check_regions(call)
 
@@ -207,11 +207,13 @@ class _Compiler(Outcome):
             hint = "name it with 'layers:', or turn sequence_parallel off"
             self.complaints.about(None, [""], message, hint)
 
-    def check_apart(self) -> None:
+    def check_rows(self) -> None:
         """What runs on a part of the sequence must do the same to it as among the rest."""
         mixing, failing = {}, {}
-        for path in self.of("rows") & self.probed.keys():
-            finding, name = self.probed[path], self.styles[path].name
+        for path, finding in self.probed.items():
+            name = self.styles[path].name
+            if not self.styles[path].rows:
+                continue
             if finding.fails is not None:
                 failing[path] = f"{name}: it cannot be run on other lengths and numbers"
                 failing[path] += f": {finding.fails}"
@@ -283,5 +285,4 @@ class _Compiler(Outcome):
 
 
 def _dropouts(model: nn.Module) -> set[str]:
-    kind = nn.modules.dropout._DropoutNd
-    return {path for path, module in model.named_modules() if isinstance(module, kind)}
+    return {path for path, module in model.named_modules() if isinstance(module, DROPOUT)}

@@ -116,10 +116,10 @@ class _Entries:
                 return around[index].path, number, around[index].arguments[number]
         path, arguments = call.path, call.arguments[given]
         for outer in around.values() if call.path not in self.heads else ():
-            named = outer.arguments.get(given)
-            if named is None or not self.only_columns(given, outer):
+            names = outer.arguments.get(given)
+            if names is None or not self.only_columns(given, outer):
                 break
-            path, arguments = outer.path, named
+            path, arguments = outer.path, names
         return path, given, arguments
 
     def only_columns(self, number: int, outer: Call) -> bool:

@@ -78,7 +78,7 @@ class Sizes:
         self.geometry = Geometry(
             self.model, self.rules, seen, self.transposed, self.complaints.wrong
         )
-        self.attributes = self.geometry.attributes(self.tp)
+        self.attributes = {}
         misfits: Misfits = {}
         for path, rule in self.rules.items():
             try:
@@ -88,6 +88,8 @@ class Sizes:
                 misfits.setdefault(fit, {})[path] = f"{rule.style}: {error}"
         for fit, found in misfits.items():
             self.complaints.by_rule(found, f"tp may be {fit}")
+        for path, stated in self.geometry.attributes(self.tp).items():
+            self.attributes[path] = {**stated, **self.attributes.get(path, {})}
         self.head_inputs = {
             path: self._own_heads(trace, path, rule)
             for path, rule in self.rules.items()

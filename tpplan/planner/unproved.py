@@ -11,6 +11,7 @@ from tpplan.planner.complaints import Complaints
 from tpplan.planner.match import fold
 from tpplan.planner.replay import Failure
 from tpplan.styles import named
+from tpplan.styles.attention import ATTENTION
 
 _PACKED = "a layer that is several projections in one needs 'packed'"
 
@@ -36,7 +37,7 @@ def say_unproved(
     paths = [path]
     hint = (
         "a size written in its code may have to become a per-rank value, see 'attributes' of the "
-        f"attention style; {_PACKED}"
+        f"{ATTENTION.name} style; {_PACKED}"
     )
     at = f"on rank {failure.rank} of {tp}"
     if message.startswith("fails: ") and made:
@@ -47,7 +48,7 @@ def say_unproved(
         message = f"the columns of one rank are not enough for its work: {departs}"
         hint = (
             f"{_PACKED}; a size in the model's code may have to become a per-rank value, see "
-            "'attributes' of the attention style"
+            f"'attributes' of the {ATTENTION.name} style"
         )
     elif own is not None and named(own.style).heads:
         rule, message = own, f"{at} it {message}"

@@ -268,7 +268,7 @@ def unsharded(model: nn.Module) -> nn.Module:
     """A copy whose thin modules compute by themselves: the model before any rank has a part."""
     twin = copy.deepcopy(model)
     for module in twin.modules():
-        if "_tpplan_project" in vars(module):
+        if isinstance(vars(module).get("_tpplan_project"), Thin):
             module.__class__ = type(type(module).__name__, (_Product, type(module)), {})
         elif "_tpplan_widen" in vars(module):
             own = () if type(module) is nn.Embedding else (type(module),)

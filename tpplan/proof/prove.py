@@ -42,6 +42,7 @@ from tpplan.proof.locate import Divergence, compare, rule_near, watched
 from tpplan.proof.miniature import miniature, unsharded
 from tpplan.proof.step import Result, Scene, step, worst
 from tpplan.rewrite import apply
+from tpplan.styles.replicate import REPLICATE
 
 _LOUD = 30.0
 
@@ -278,6 +279,6 @@ def _departed(
     )
     hint = (
         "its code does with a rank's part what needs the whole, or the plan cuts it otherwise than "
-        "the code does; leave it out of the plan, or say 'replicate'; see docs/proved.md"
+        f"the code does; leave it out of the plan, or say '{REPLICATE.name}'; see docs/proved.md"
     )
     return PlanError([Diagnostic(message, rule.position, hint)])

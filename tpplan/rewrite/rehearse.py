@@ -17,6 +17,7 @@ from tpplan.observe.trace import fake_inputs
 from tpplan.planner.match import fold
 from tpplan.rewrite import apply
 from tpplan.roles.lowered import passive
+from tpplan.styles.attention import ATTENTION
 
 
 def rehearse(
@@ -48,6 +49,6 @@ def rehearse(
             message = f"{fold([path])}: fails on its shard at tp {compiled.tp}: {error}"
             hint = (
                 "a size written in its code may have to become a per-rank value: "
-                "see 'attributes' of the attention style"
+                f"see 'attributes' of the {ATTENTION.name} style"
             )
             raise PlanError([Diagnostic(message, rule.position, hint)]) from error

@@ -30,8 +30,14 @@ def register(style: Style, words: Words) -> None:
 
 
 def named(style: str | None) -> Style:
-    """A style by its name; of None what becomes of a module without a rule."""
-    return STYLES.get(style or "", NONE)
+    """A style by its name; of None what becomes of a module without a rule.
+
+    Raises:
+        KeyError: where no such style is known to this process.
+    """
+    if style is not None and style not in STYLES:
+        raise KeyError(f"the style '{style}' is not registered in this process")
+    return NONE if style is None else STYLES[style]
 
 
 def those_with(trait: str) -> list[str]:

@@ -64,10 +64,11 @@ class Colwise(Style):
             dim = self.placement(leaf, module, False, None).dim  # type: ignore[attr-defined]
             size = int(parameter.shape[dim]) if parameter.dim() else 1
             if size % sizes.tp:
-                said = f"colwise: tp {sizes.tp} does not divide the {size} rows of its {leaf}"
+                said = f"{rule.style}: tp {sizes.tp} does not divide the {size} rows of its {leaf}"
                 misfits.setdefault(divisors(size), {})[path] = said
+                return
         if runs_as(module, nn.GroupNorm):
-            _count_groups(sizes, path, module, misfits)
+            _count_groups(sizes, path, rule, misfits)
 
     def enter(self, walk: Walk, call: Call, given: int | None) -> None:
         """A product makes columns of what is whole; everything else works on columns."""
@@ -110,11 +111,12 @@ def _unlike(members: nn.ModuleList) -> str | None:
     return None
 
 
-def _count_groups(sizes: Sizes, path: str, module: nn.Module, misfits: Misfits) -> None:
+def _count_groups(sizes: Sizes, path: str, rule: Rule, misfits: Misfits) -> None:
     """torch's norm over groups of channels counts them: each rank has its own."""
+    module = sizes.model.get_submodule(path)
     groups, channels = int(module.num_groups), int(module.num_channels)  # type: ignore[arg-type]
     if groups % sizes.tp:
-        said = f"colwise: tp {sizes.tp} does not divide its {groups} groups"
+        said = f"{rule.style}: tp {sizes.tp} does not divide its {groups} groups"
         misfits.setdefault(divisors(groups), {})[path] = said
         return
     sizes.attributes[path] = {

@@ -54,7 +54,7 @@ class Rowwise(Style):
         tp = sizes.tp
         width = int(weight.shape[0 if path in sizes.transposed else 1])
         if width % tp:
-            said = f"rowwise: tp {tp} does not divide its {width} inputs"
+            said = f"{rule.style}: tp {tp} does not divide its {width} inputs"
             misfits.setdefault(divisors(width), {})[path] = said
         outputs = int(weight.numel()) // width
         if self.scatters(rule.options) and outputs % tp:
