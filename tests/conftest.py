@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Such tests take most of the suite's time, and what they prove in one combination rarely fails
     in another. Each goes through all four in four days (see tests/thorough.py), and so does one of
-    two at a time; of a matrix of such tests one of four. A test on ranks in both modes takes one.
+    two at a time; of a matrix of such tests one of four. Tests on ranks in both modes go likewise.
     """
     if THOROUGH:
         return
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         taken, offset = turn(offsets.randrange(4), count), offsets.randrange(4)
         if len(ways) < count:
             continue  # someone asks for them by name
-        groups = 4 if ways[0].get_closest_marker("matrix") is not None else count // 2
+        groups = 4 if ways[0].get_closest_marker("matrix") is not None else 2
         rests = len(tests) > 1 and turn(offset, groups, days=4) != 0
         left |= {item for item in ways if rests or _combination(item) != taken}
     items[:] = [item for item in items if item not in left]

@@ -17,8 +17,6 @@ PACKAGE = ROOT / "tpplan"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 # what each room may import: docs/architecture.md has the picture
-_BOTTOM = "compat layout language places kernels compiled"
-_MODEL = f"{_BOTTOM} comm roles styles observe planner"
 PERMITTED: Mapping[str, str] = {
     "version": "",
     "compat": "",
@@ -27,21 +25,21 @@ PERMITTED: Mapping[str, str] = {
     "models": "",
     "kernels": "compat",
     "places": "",
-    "compiled": "layout language places kernels",
+    "compiled": "layout language kernels places",
     "comm": "compat layout kernels",
-    "roles": f"{_BOTTOM} comm",
-    "styles": f"{_BOTTOM} comm roles",
-    "observe": f"{_BOTTOM} styles",
-    "planner": f"{_BOTTOM} roles styles observe",
-    "rewrite": _MODEL,
-    "simulate": f"{_MODEL} rewrite",
-    "cost": f"{_MODEL} simulate",
+    "roles": "compat kernels places compiled comm",
+    "styles": "layout language compiled roles",
+    "observe": "compat language kernels places styles",
+    "planner": "compat layout language kernels places compiled roles styles observe",
+    "rewrite": "compat language kernels compiled comm roles styles observe planner",
+    "simulate": "compat language compiled comm roles observe planner rewrite",
+    "cost": "layout language compiled observe planner simulate",
     "shipped": "language",
-    "render": f"{_MODEL} simulate cost shipped version",
-    "proof": f"{_MODEL} rewrite simulate",
+    "render": "version layout language kernels compiled planner simulate cost shipped",
+    "proof": "compat layout language places compiled comm styles observe planner rewrite simulate",
     "hf": "language styles planner shipped",
-    "api": f"{_MODEL} rewrite simulate cost render proof shipped",
-    "cli": "language planner shipped models proof render api",
+    "api": "compat language kernels compiled planner rewrite simulate cost shipped render proof",
+    "cli": "language models planner shipped render proof api",
     "__main__": "cli",
     "": "version",  # the package itself: it finds its rooms by their names
 }
