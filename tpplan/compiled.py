@@ -100,7 +100,7 @@ class Element:
 # What random numbers are drawn for: activations of a sharded region (columns, heads), the stream
 # (rows of its own on each rank under sequence parallelism), what every rank holds whole, or
 # several of these, of which some ask for masks that agree and some for masks that do not.
-Draws = Literal["region", "stream", "whole", "mixed"]
+DrawnFor = Literal["region", "stream", "whole", "mixed"]
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class ModulePlan:
     head_inputs: tuple[tuple[Argument, int], ...] = ()
     heads: int = 0
     container: bool = False
-    draws: Draws | None = None
+    draws: DrawnFor | None = None
     read: bool = False
     attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
     options: Mapping[str, object] = field(default_factory=FrozenMap)

@@ -17,7 +17,7 @@ from tpplan.cost.costs import collective_seconds
 from tpplan.cost.hardware import Efficiency
 from tpplan.cost.timing import flops_by_module, summarize, timeline
 from tpplan.language import PlanError
-from tpplan.simulate.steps import Collective, Element, Matmul, Step
+from tpplan.simulate.steps import Collective, Matmul, Member, Step
 
 # 1 s: 100 FLOPs of float32, 200 of bfloat16, 10 bytes of memory, 5 over the link; half is reached
 HARDWARE = Hardware(
@@ -47,7 +47,7 @@ def step(
     module: str = "m",
 ) -> Step:
     """``matmuls``: (FLOPs, bytes) of each."""
-    element = None if layer is None else Element("layers", layer)
+    element = None if layer is None else Member("layers", layer)
     done = tuple((Matmul(flops, size, "float32"), 1) for flops, size in matmuls)
     return Step(phase, module, element, done, moved=moved, collective=sent)
 

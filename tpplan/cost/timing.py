@@ -23,7 +23,7 @@ from typing import Any, Literal
 from tpplan.cost.costs import collective_cost
 from tpplan.cost.hardware import Hardware
 from tpplan.language import FrozenMap
-from tpplan.simulate.steps import PHASES, Collective, Element, Step, data_bytes
+from tpplan.simulate.steps import PHASES, Collective, Member, Step, data_bytes
 
 NOTE = (
     "a roofline model at the bandwidths and FLOP/s that are reached, without kernel launches, "
@@ -54,7 +54,7 @@ class Span:
     module: str
     what: str
     bound: Literal["flops", "memory", "link"]
-    element: Element | None = None
+    element: Member | None = None
     overlappable: float = 0.0
 
 

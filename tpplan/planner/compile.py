@@ -23,7 +23,7 @@ from tpplan.observe.trace import Trace, record
 from tpplan.observe.twins import DROPOUT, same_randomness
 from tpplan.planner import checks, infer
 from tpplan.planner.complaints import Complaints
-from tpplan.planner.flow import follow
+from tpplan.planner.flow import Walk
 from tpplan.planner.kernels import implementations
 from tpplan.planner.match import match
 from tpplan.planner.outcome import Outcome
@@ -143,8 +143,8 @@ class _Compiler(Outcome):
             {path for path, finding in self.probed.items() if not finding.mixes},
             self.plan.sequence_dim,
         )
-        self.flow = follow(self.trace, *findings)
-        self.draws = follow(drawing, *findings, _dropouts(self.model)).draws
+        self.flow = Walk(self.trace, *findings).run()
+        self.draws = Walk(drawing, *findings, _dropouts(self.model)).run().draws
         self.boundaries = {
             path: tuple(
                 replace(b, whole=(path, b.arguments[0].name) in self.flow.whole) for b in found

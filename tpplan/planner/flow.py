@@ -65,7 +65,15 @@ class Flow:
 
 
 class Walk:
-    """One pass over a trace; what each style's calls take and give, the style says."""
+    """Follows every tensor of a trace; what each style's calls take and give, the style says.
+
+    Args:
+        columns: the column-parallel projections.
+        multihead: torch's own attention: a whole region in one module.
+        local: modules that were found to work on each position by itself.
+        dim: the sequence dimension.
+        dropouts: modules that draw for their input, also where they drew nothing this time.
+    """
 
     def __init__(
         self,
@@ -77,7 +85,7 @@ class Walk:
         elements: Mapping[str, Element],
         local: Set[str],
         dim: int,
-        dropouts: Set[str],
+        dropouts: Set[str] = frozenset(),
     ) -> None:
         self.trace, self.columns, self.multihead = trace, columns, multihead
         self.styles = {path: named(rule.style) for path, rule in rules.items()}
@@ -368,26 +376,3 @@ class Walk:
             whole = number in self.trace.floating and number not in self.stream
             if whole and self.trace.shapes[number]:
                 self.flow.mixed.setdefault(around[0].path, self.maker.get(number, ""))
-
-
-def follow(
-    trace: Trace,
-    rules: Mapping[str, Rule],
-    columns: Set[str],
-    multihead: Set[str],
-    boundaries: Mapping[str, tuple[Boundary, ...]],
-    elements: Mapping[str, Element],
-    local: Set[str],
-    dim: int,
-    dropouts: Set[str] = frozenset(),
-) -> Flow:
-    """Follow every tensor of ``trace`` through the sharded regions and the stream.
-
-    Args:
-        columns: the column-parallel projections.
-        multihead: torch's own attention: a whole region in one module.
-        local: modules that were found to work on each position by itself.
-        dim: the sequence dimension.
-        dropouts: modules that draw for their input, also where they drew nothing this time.
-    """
-    return Walk(trace, rules, columns, multihead, boundaries, elements, local, dim, dropouts).run()

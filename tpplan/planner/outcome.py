@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 from tpplan.compiled import (
     Boundary,
     CompiledPlan,
-    Draws,
+    DrawnFor,
     Element,
     KernelChoice,
     ModulePlan,
@@ -190,13 +190,13 @@ class Outcome:
     def heads_of(self, path: str) -> int:
         return self.sizes.geometry.groups[path].heads or 0 if path in self.sizes.head_inputs else 0
 
-    def drawn(self, path: str) -> Draws | None:
+    def drawn(self, path: str) -> DrawnFor | None:
         """What the random numbers that a module draws in its own forward are for."""
         kinds = self.draws.get(path, set())
         partial = kinds & ({"region", "stream"} if self.sequence_parallel else {"region"})
         if partial and kinds - partial:
             return "mixed"
-        order: tuple[Draws, ...] = ("region", "stream", "whole")
+        order: tuple[DrawnFor, ...] = ("region", "stream", "whole")
         return next((kind for kind in order if kind in kinds), None)
 
     def kernel(self, path: str) -> KernelChoice | None:

@@ -6,7 +6,7 @@ import math
 
 from torch import nn
 
-from tpplan.compiled import Boundary, CompiledPlan, Draws, ModulePlan, ParameterPlan
+from tpplan.compiled import Boundary, CompiledPlan, DrawnFor, ModulePlan, ParameterPlan
 from tpplan.kernels.forms import UnbiasedForm
 from tpplan.layout import Rows
 
@@ -85,7 +85,7 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
     return lines
 
 
-def _draws(kind: Draws, sequence_parallel: bool) -> str:
+def _draws(kind: DrawnFor, sequence_parallel: bool) -> str:
     if kind == "mixed":
         return "dropout for sharded and for whole tensors at once: refused in training with p > 0"
     own = kind == "region" or (kind == "stream" and sequence_parallel)

@@ -23,7 +23,7 @@ from tpplan.render.markup import (
 )
 from tpplan.render.paths import folded_text
 from tpplan.render.units import duration, size
-from tpplan.simulate.steps import PHASES, Collective, Element
+from tpplan.simulate.steps import PHASES, Collective, Member
 
 # --- collectives
 
@@ -90,7 +90,7 @@ def timeline(report: DryRun) -> Html:
     if not layers:
         return section("timeline", title, tag("p", "The model has no stack of layers."))
     stack = max(layers, key=lambda name: layers[name].count)
-    element = Element(stack, layers[stack].index)
+    element = Member(stack, layers[stack].index)
     spans = {
         phase: [s for s in report.timeline if s.element == element and s.phase == phase]
         for phase in ("forward", "backward")

@@ -23,7 +23,7 @@ from tpplan.roles.heads import HeadInputs
 from tpplan.roles.lowered import Lowered, State, lower
 from tpplan.roles.members import summing_site
 from tpplan.roles.parameters import Own, successor
-from tpplan.roles.streams import Boundary, Container, Element
+from tpplan.roles.streams import Container, Entering, InStack
 from tpplan.styles import named
 
 
@@ -154,9 +154,9 @@ def roles_of(
     around = {
         Container: plan.container,
         Draws: plan.draws is not None,
-        Element: plan.element is not None,
+        InStack: plan.element is not None,
         HeadInputs: plan.head_inputs,
-        Boundary: plan.boundaries,
+        Entering: plan.boundaries,
     }
     roles, inner = named(plan.style).roles(plan, module, fused)
     return [role for role, taken in around.items() if taken] + roles, inner

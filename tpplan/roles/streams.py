@@ -132,7 +132,7 @@ def _converted(value: Any, convert: Callable[[DTensor], torch.Tensor]) -> Any:
     return value
 
 
-class Element(Lowered):
+class InStack(Lowered):
     """An element of the layer stack: takes its chunk of the stream, and gives the stream back.
 
     The stream stays global inside the model, also where a whole tensor began it; a user who calls
@@ -233,7 +233,7 @@ def _watched(element: Lowered) -> tuple[Any, ...]:
     )
 
 
-class Boundary(Lowered):
+class Entering(Lowered):
     """The outermost module that was given a tensor for column-parallel layers only."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

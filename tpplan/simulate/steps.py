@@ -58,7 +58,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Element:
+class Member:
     """The ``index``-th module of the list of modules at ``stack``."""
 
     stack: str
@@ -83,7 +83,7 @@ class Step:
 
     phase: str
     module: str
-    element: Element | None
+    element: Member | None
     matmuls: tuple[tuple[Matmul, int], ...] = ()
     moved: int = 0
     ops: int = 0

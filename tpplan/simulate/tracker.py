@@ -21,7 +21,7 @@ from torch.utils.flop_counter import (
 from tpplan.compat import FakeTensor, local_of, rehearsed_in, running_node, sequence_number
 from tpplan.roles.lowered import passive
 from tpplan.simulate.recorder import Recorder, tensors_in
-from tpplan.simulate.steps import Collective, Element, Matmul, Step
+from tpplan.simulate.steps import Collective, Matmul, Member, Step
 
 _aten = torch.ops.aten
 # what torch's own table leaves out
@@ -38,7 +38,7 @@ _FLOPS: Mapping[Any, Callable[..., int]] = {
 class _Open:
     """The step that is being recorded."""
 
-    def __init__(self, phase: str, module: str, element: Element | None) -> None:
+    def __init__(self, phase: str, module: str, element: Member | None) -> None:
         self.phase, self.module, self.element = phase, module, element
         self.matmuls: Counter[Matmul] = Counter()
         self.moved = self.ops = self.net = self.peak = self.gradients = 0
@@ -93,11 +93,11 @@ class Tracker(Recorder):
         self._storages: dict[int, tuple[weakref.ref[Any], int, _Open]] = {}
         # where the modules' calls begin, by the numbers of their autograd nodes
         self._numbers: list[int] = []
-        self._places: list[tuple[str, Element | None]] = []
+        self._places: list[tuple[str, Member | None]] = []
         self._running: list[str] = []
-        self._element: Element | None = None
+        self._element: Member | None = None
         elements = {
-            id(child): Element(path, index)
+            id(child): Member(path, index)
             for path, stack in stacks.items()
             for index, child in enumerate(stack.children())
         }
@@ -115,7 +115,7 @@ class Tracker(Recorder):
 
     # --- where ops come from
 
-    def _watch(self, path: str, module: nn.Module, element: Element | None) -> None:
+    def _watch(self, path: str, module: nn.Module, element: Member | None) -> None:
         def enter(*_: Any) -> None:
             self._running.append(path)
             if element is not None:
@@ -138,7 +138,7 @@ class Tracker(Recorder):
         self._numbers.append(number)
         self._places.append(place)
 
-    def _place(self) -> tuple[str, Element | None]:
+    def _place(self) -> tuple[str, Member | None]:
         """The module that runs; in backward that of the forward op whose gradient is computed."""
         if self.phase == "optimizer":
             return "", None

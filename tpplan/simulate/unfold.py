@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tpplan.simulate.folding import Fold, Rename
-from tpplan.simulate.steps import Collective, Element, Step, ring_bytes
+from tpplan.simulate.steps import Collective, Member, Step, ring_bytes
 
 
 class NotRepeatingError(Exception):
@@ -94,7 +94,7 @@ def _renamed(step: Step, renames: Sequence[Rename]) -> Step:
     for rename in renames:
         element, collective = step.element, step.collective
         if element is not None:
-            element = Element(element.stack, rename.target)
+            element = Member(element.stack, rename.target)
         if collective is not None:
             collective = replace(
                 collective,
