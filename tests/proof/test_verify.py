@@ -21,7 +21,7 @@ from tpplan.layout import Rows
 from tpplan.planner import compile_plan
 from tpplan.proof import VerificationError, verify
 from tpplan.proof.verify import Verification, describe
-from tpplan.rewrite import linear
+from tpplan.roles import linear
 
 SUBJECT = importlib.import_module("tpplan.proof.verify")  # the function has its module's name
 Change = Callable[[CompiledPlan], CompiledPlan]
