@@ -132,6 +132,7 @@ class Own:
                 or source[1].requires_grad is not source[3]
             ):
                 return False
+        # not "not": TorchDynamo cannot negate a tuple
         return len(self._outdated(module)) == 0 if self.mates else True
 
     def together(self, module: nn.Module) -> tuple[tuple[nn.Module, Own], ...]:
