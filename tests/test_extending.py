@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,14 +94,23 @@ class Named(nn.Module):
         return F.relu(x) ** 2
 
 
+@contextlib.contextmanager
+def restored(*tables: dict[Any, Any]) -> Iterator[None]:
+    """What is registered within is forgotten again."""
+    known = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, before in zip(tables, known, strict=True):
+            table.clear()
+            table.update(before)
+
+
 @pytest.fixture
 def calls() -> Iterator[list[torch.Size]]:
     """What the kernel of the one file was given; it is known for as long as the test lasts."""
-    known = [(table, dict(table)) for table in (FINDERS, ROLES)]
-    yield importlib.import_module("tests.squared").CALLS
-    for table, before in known:
-        table.clear()
-        table.update(before)
+    with restored(FINDERS, ROLES):
+        yield importlib.import_module("tests.squared").CALLS
 
 
 def test_a_kernel(calls: list[torch.Size]) -> None:
@@ -173,12 +184,9 @@ def scale() -> Iterator[None]:
     """The style of the one file, known for as long as the test lasts."""
     with pytest.raises(tpplan.PlanError, match="scale"):
         tpplan.load_plan(SCALED)
-    known = [(table, dict(table)) for table in (STYLES, language.STYLES)]
-    importlib.import_module("tests.scale")
-    yield
-    for table, before in known:
-        table.clear()
-        table.update(before)
+    with restored(STYLES, language.STYLES):
+        importlib.import_module("tests.scale")
+        yield
 
 
 def test_a_style(scale: None) -> None:
