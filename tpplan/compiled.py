@@ -73,6 +73,8 @@ class Boundary:
         shared: all modules, in order of execution, that enter with this same tensor object and
             share one collective; just the module itself where nothing is shared.
         whole: whether the tensor is whole also inside the stack (states a decoder attends to).
+        narrowed: whether the module's code, which computes with the tensor's width, is shown a
+            rank's share of it.
     """
 
     arguments: tuple[Argument, ...]
@@ -80,6 +82,7 @@ class Boundary:
     number: int
     shared: tuple[str, ...]
     whole: bool = False
+    narrowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class ModulePlan:
         container: whether the stream passes through it in its global form.
         draws: what it draws random numbers for in training (dropout), None where it draws none.
         read: whether other modules' code computes with its parameters (a vocabulary's table).
+        widened: whether it projects what its region's code is shown a part of.
         attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
         options: the rule's remaining options.
     """
@@ -155,6 +159,7 @@ class ModulePlan:
     container: bool = False
     draws: DrawnFor | None = None
     read: bool = False
+    widened: bool = False
     attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
     options: Mapping[str, object] = field(default_factory=FrozenMap)
     kernel: KernelChoice | None = None

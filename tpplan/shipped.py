@@ -49,10 +49,23 @@ def load_plan(source: PlanSource, model: nn.Module | None = None) -> Plan:
     if source == "auto":
         if model is None:
             raise PlanError([Diagnostic("plan 'auto' needs a model to choose by")])
-        names = {cls.__name__ for cls in type(model).__mro__}
-        for plan in shipped_plans():
-            if names & set(plan.models):
-                return plan
-        message = f"no shipped plan lists {type(model).__name__}"
-        raise PlanError([Diagnostic(message, hint="see 'tpplan list', or write a plan")])
+        return _chosen(model)
     return load(source, search=plan_directories())
+
+
+def _chosen(model: nn.Module) -> Plan:
+    """The shipped plan that lists the class of ``model``, or one that it derives from, and fits."""
+    names = {cls.__name__ for cls in type(model).__mro__}
+    listing = [plan for plan in shipped_plans() if names & set(plan.models)]
+    paths = [path for path, _ in model.named_modules()] + [n for n, _ in model.named_parameters()]
+    strange = []
+    for plan in listing:
+        patterns = [rule.pattern for rule in plan.rules if not rule.optional]
+        missing = [p.text for p in patterns if not any(map(p.matches, paths))]
+        if not missing:
+            return plan
+        strange.append(f"{plan.name}: it has no {', '.join(missing[:3])}")
+    message = f"no shipped plan lists {type(model).__name__}"
+    if strange:
+        message = f"no shipped plan fits this {type(model).__name__} ({'; '.join(strange)})"
+    raise PlanError([Diagnostic(message, hint="see 'tpplan list', or write a plan")])

@@ -99,6 +99,22 @@ class Packed(Quiet):
         return self.o(attend(*map(heads, self.qkv(x).chunk(3, -1))))
 
 
+class ReadsWidth(Packed):
+    """Every size is that of the input, or an attribute that no plan speaks of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.columns = WIDTH // HEAD, WIDTH
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, width = x.size()
+        q, k, v = (
+            part.view(b, t, self.count, width // self.count).transpose(1, 2)
+            for part in self.qkv(x).split(self.columns, 2)
+        )
+        return self.o(attend(q, k, v).view(b, t, width))
+
+
 class Transposed(MLP):
     """The two projections of an MLP, stored (in, out)."""
 
@@ -321,6 +337,14 @@ BLOCKS: Mapping[str, Block] = {
     "transposed": _mlp(Transposed),
     "packed": Block(
         lambda: Stack(lambda i: AttentionLayer(i, Packed())),
+        {
+            "layers.*.attn.qkv": {"style": "colwise", "packed": ["q", "k", "v"]},
+            "layers.*.attn.o": "rowwise",
+        },
+        ATTENTION_ALONE,
+    ),
+    "width of its input": Block(
+        lambda: Stack(lambda i: AttentionLayer(i, ReadsWidth())),
         {
             "layers.*.attn.qkv": {"style": "colwise", "packed": ["q", "k", "v"]},
             "layers.*.attn.o": "rowwise",

@@ -304,12 +304,21 @@ def test_wrong_attributes(attributes: str, message: str, tmp_path: Path) -> None
     assert "my.yaml:5:" in text
 
 
-def test_an_attribute_left_out_or_kept_whole(tmp_path: Path) -> None:
-    for attributes in ("{n_head: heads}", "{n_head: heads, n_kv: n_kv}"):
-        attn = f"heads: n_head, kv_heads: n_kv, attributes: {attributes}"
-        text = refused(attention("blocks"), packed("[q, k, v]", attn), tmp_path)
-        assert "layers.*.attn" in text
-        assert "'attributes'" in text
+@pytest.mark.parametrize("attributes", ["", ", attributes: {n_head: heads}"])
+def test_attributes_that_no_plan_states_are_found(attributes: str, tmp_path: Path) -> None:
+    attn = f"heads: n_head, kv_heads: n_kv{attributes}"
+    found = compiled(attention("blocks"), packed("[q, k, v]", attn), tmp_path)
+    stated = compiled(attention("blocks"), packed("[q, k, v]", NUMBERS), tmp_path)
+    for path in ("layers.0.attn", "layers.1.attn"):
+        assert found.modules[path].attributes == stated.modules[path].attributes
+        assert len(found.modules[path].attributes) == 2
+
+
+def test_an_attribute_that_the_plan_keeps_whole(tmp_path: Path) -> None:
+    attn = "heads: n_head, kv_heads: n_kv, attributes: {n_head: heads, n_kv: n_kv}"
+    text = refused(attention("blocks"), packed("[q, k, v]", attn), tmp_path)
+    assert "layers.*.attn" in text
+    assert "'attributes'" in text
 
 
 def test_wrong_numbers_of_heads(tmp_path: Path) -> None:

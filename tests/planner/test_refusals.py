@@ -140,10 +140,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         "qkv: the columns of one rank are not enough for its work",
     ),
     "a head count written in the code": (
-        GPT,
-        {"tpplan": 1, "extends": "gpt.yaml", "rules": {"blocks.*.attn": "remove"}},
+        lambda: Written(),
+        {"tpplan": 1, "rules": {"{q,k,v}": "colwise", "out": "rowwise"}},
         2,
-        "fails with its part of blocks.*.attn.q, blocks.*.attn.k, blocks.*.attn.v: RuntimeError",
+        "fails with its part of q, k, v: RuntimeError",
     ),
     "sequence_parallel over the sequence": (
         lambda: OverTheSequence(),
@@ -197,6 +197,18 @@ class Packed(nn.Module):
         y = self.qkv(x)
         q, k, v = y.chunk(3, -1) if self.sizes is None else y.split(self.sizes, dim=-1)
         return self.out(q * k + v)
+
+
+class Written(nn.Module):
+    """Attention whose sizes are numbers in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).view(*x.shape[:2], 4, 4).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Scaled(nn.Linear):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.probe import probe_modules
-from tpplan.observe.shadow import call_for, padded, shadow_of, shortened
+from tpplan.observe.shadow import call_for, shadow_of
 from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Trace, record
 from tpplan.observe.twins import DROPOUT, same_randomness
@@ -28,10 +28,9 @@ from tpplan.planner.kernels import implementations
 from tpplan.planner.match import match
 from tpplan.planner.outcome import Outcome
 from tpplan.planner.placing import Placing
-from tpplan.planner.replay import Failure, prove
+from tpplan.planner.regions import Regions
 from tpplan.planner.sizes import Sizes
 from tpplan.planner.together import reduced_together
-from tpplan.planner.unproved import say_unproved
 from tpplan.styles import named
 from tpplan.styles.replicate import REPLICATE
 
@@ -158,7 +157,7 @@ class _Compiler(Outcome):
         if self.sequence_parallel:
             self.check_rows()
         if not self.complaints.wrong and self.tp > 1:
-            self.check_regions(call)
+            Regions(self).check(call)
 
     def observe(self, call: tuple[Any, Any]) -> Trace:
         """Trace the model in evaluation; the trace in training is returned."""
@@ -242,46 +241,6 @@ class _Compiler(Outcome):
         if torn:
             message = "is used both inside and outside a sharded region: its gradient is ambiguous"
             self.complaints.about(None, torn, message)
-
-    def check_regions(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        """Replay the sharded regions on random numbers."""
-        calls = [shortened(call)]
-        shared = any(rows.shared() for rows in self.sizes.layouts.values())
-        if shared:
-            calls += padded(self.model, calls[0])
-        failure = self.failure(calls)
-        if failure is not None and shared:
-            failure = self.with_group_sizes(calls, failure)
-        if failure is not None:
-            say_unproved(failure, self.sizes.columns, self.trace, self.tp, self.complaints)
-
-    def failure(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Failure | None:
-        plans = self.module_plans()
-        parameters = self.matches.parameters
-        bare = {n: r for n, r in parameters.items() if isinstance(named(r.style).bare, Shard)}
-        columns = self.sizes.columns | self.multihead
-        cut = (self.sizes.layouts, columns, bare, self.lists)
-        found = (prove(self.model, plans, *cut, self.tp, call) for call in calls)
-        return next((failure for failure in found if failure is not None), None)
-
-    def with_group_sizes(
-        self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], failure: Failure
-    ) -> Failure | None:
-        """Find the attribute that holds how many query heads use one key-value head.
-
-        Where several ranks share a head that number is another one on each rank. An attribute
-        that no plan states is taken for it if it has its value and the regions are proved with it.
-        """
-        stated = self.sizes.attributes
-        for name, values in self.sizes.geometry.group_sizes(self.tp).items():
-            self.sizes.attributes = {
-                path: {**stated.get(path, {}), **({name: values[path]} if path in values else {})}
-                for path in {*stated, *values}
-            }
-            if self.failure(calls) is None:
-                return None
-        self.sizes.attributes = stated
-        return failure
 
 
 def _dropouts(model: nn.Module) -> set[str]:

@@ -92,8 +92,8 @@ class Geometry:
         root = getattr(self.model, "config", None)
         text = getattr(root, "text_config", None)
         for config in (root, text, getattr(module, "config", None)):
-            names.update(_integers(getattr(config, "__dict__", {})))
-        names.update(_integers(vars(module)))
+            names.update(integers(getattr(config, "__dict__", {})))
+        names.update(integers(vars(module)))
         return names
 
     def _heads(self, group: str) -> Heads:
@@ -140,7 +140,7 @@ class Geometry:
     def parts_of(self, path: str) -> tuple[list[Part], int, bool]:
         """The parts of a column-parallel layer, how often they are repeated, and whether the
         model's code counts on that number."""
-        rule, total = self.rules[path], self._outputs(path)
+        rule, total = self.rules[path], self.outputs(path)
         known = self.groups[self.group_of(path)]
         packed = rule.options.get("packed")
         if packed is None:
@@ -165,7 +165,8 @@ class Geometry:
             self._say(path, message, where, hint)
         return parts, repeat, isinstance(packed.get("repeat"), int)
 
-    def _outputs(self, path: str) -> int:
+    def outputs(self, path: str) -> int:
+        """How many columns a column-parallel layer makes."""
         weight = self.model.get_submodule(path)._parameters["weight"]
         assert weight is not None
         return int(weight.shape[1 if path in self.transposed else 0])
@@ -183,7 +184,7 @@ class Geometry:
             MisfitError: where ``tp`` does not fit; see ``fitting``.
         """
         parts, repeat, fixed = self.parts_of(path)
-        total = self._outputs(path)
+        total = self.outputs(path)
         if sum(part.size for part in parts) * repeat != total:
             return None  # said by parts_of
         known = self.groups[self.group_of(path)]
@@ -249,26 +250,6 @@ class Geometry:
                 result.setdefault(path, {})[name] = (present, per_rank)
         return result
 
-    def group_sizes(self, tp: int) -> dict[str, dict[str, tuple[int, int]]]:
-        """Attributes that may hold the query heads of one key-value head.
-
-        Attribute name -> module path -> (present value, value per rank); only names that every
-        module with shared heads has.
-        """
-        found: dict[str, dict[str, tuple[int, int]]] = {}
-        grouped = 0
-        for path, known in self.groups.items():
-            whole, local = known.known(), known.known(tp)
-            if not known.heads or not known.kv_heads or known.kv_heads >= known.heads:
-                continue
-            grouped += 1
-            size = whole["heads"] // whole["kv_heads"]
-            for name, value in _integers(vars(self.model.get_submodule(path))).items():
-                if value == size:
-                    each = local["heads"] // local["kv_heads"]
-                    found.setdefault(name, {})[path] = (value, each)
-        return {name: paths for name, paths in found.items() if len(paths) == grouped}
-
 
 def attribute(module: nn.Module, name: str) -> object:
     """An attribute by its dotted name; None where there is none."""
@@ -290,7 +271,8 @@ def _kind(name: str) -> str:
     return name.rstrip("0123456789")
 
 
-def _integers(values: Mapping[str, object]) -> dict[str, int]:
+def integers(values: Mapping[str, object]) -> dict[str, int]:
+    """Of some attributes those that are whole numbers."""
     return {
         name: value
         for name, value in values.items()

@@ -24,6 +24,7 @@ from tpplan.observe.probe import Finding
 from tpplan.observe.trace import Trace
 from tpplan.places import Argument
 from tpplan.planner import infer
+from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
 from tpplan.planner.kernels import choose
 from tpplan.planner.match import Matches
@@ -50,6 +51,7 @@ class Outcome:
     multihead: set[str]
     sizes: Sizes
     placing: Placing
+    complaints: Complaints
     kernels: Mapping[str, str]
     trace: Trace
     flow: Flow
@@ -131,6 +133,8 @@ class Outcome:
 
     def module_plans(self) -> dict[str, ModulePlan]:
         containers = self.containers()
+        narrowed = (b for found in self.boundaries.values() for b in found if b.narrowed)
+        widened = {consumer for boundary in narrowed for consumer in boundary.consumers}
         plans = {}
         for path, module in self.model.named_modules():
             rule = self.matches.modules.get(path)
@@ -158,6 +162,7 @@ class Outcome:
                 attributes=FrozenMap(self.sizes.attributes.get(path)),
                 options=FrozenMap() if rule is None else rule.options,
                 kernel=self.kernel(path),
+                widened=path in widened,
             )
             if plan != ModulePlan(path=path, style=None):
                 plans[path] = plan

@@ -26,14 +26,16 @@ from tpplan.compiled import Element, ModulePlan
 from tpplan.language import Rule
 from tpplan.layout import Rows
 from tpplan.observe.likeness import identity, shared_tensors
-from tpplan.observe.twins import buffer_like, without_hooks
 from tpplan.places import taken, with_at
 from tpplan.planner.geometry import attribute
 from tpplan.planner.match import folded
+from tpplan.planner.stand_in import stand_in
 from tpplan.roles.heads import heads_of, own_heads
+from tpplan.roles.narrow import narrowed, whole_of
+from tpplan.roles.sequence import replaced
 from tpplan.styles import named
 
-_LARGE, _SMALL = 2**22, 2**16
+_LARGE = 2**22
 _TOLERANCE = 1e-4
 
 
@@ -118,7 +120,7 @@ class _Replay:
         # modules on sharded columns or heads, which are run on the rank's part
         self.inner: list[str] = []
         self.answering = {path for path in plans if self._answers(model, path)}
-        self.model = _stand_in(model, self.answering)
+        self.model = stand_in(model, self.answering)
         for path, module in self.model.named_modules():
             self._watch(path, module)
         self._last: dict[Hashable, Any] = {}
@@ -145,6 +147,8 @@ class _Replay:
                 module.forward = self._oracle(path, module, plan)  # type: ignore[method-assign]
             elif plan.head_inputs:
                 module.forward = self._with_heads(plan, original)  # type: ignore[method-assign]
+            if any(boundary.narrowed for boundary in plan.boundaries):
+                module.forward = self._with_shares(plan, module.forward)  # type: ignore[method-assign]
         module.register_forward_pre_hook(lambda *_: self.running.append(path), prepend=True)
         module.register_forward_hook(lambda *_: self.running.pop() and None)
 
@@ -191,7 +195,7 @@ class _Replay:
             dim = 1 if isinstance(module, nn.Embedding) else 0
             tables[id(module), leaf] = module._parameters, leaf, dim
         for table, leaf, dim in tables.values():
-            before.append(_narrowed(table, leaf, dim, rank, self.tp))
+            before.append(_cut(table, leaf, dim, rank, self.tp))
         for path in self.lists:
             before.append(_shortened(self.model.get_submodule(path), rank, self.tp))
         for path, plan in self.plans.items():
@@ -222,6 +226,7 @@ class _Replay:
         weight = next(p for p in module._parameters.values() if p is not None and p.dim() >= 2)
 
         def forward(given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            given = whole_of(given)
             if self.rank is None:
                 if isinstance(module, nn.Embedding) or plan.transposed:
                     width = weight.shape[1]
@@ -309,8 +314,22 @@ class _Replay:
 
         return forward
 
+    def _with_shares(self, plan: ModulePlan, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """A module that is shown a rank's share of the width of what it is given."""
+        arguments = [a for b in plan.boundaries if b.narrowed for a in b.arguments]
 
-def _narrowed(
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            for argument in arguments if self.rank is not None else ():
+                given = taken(argument, args, kwargs)
+                if given is not None:
+                    share = narrowed(given, self.tp)
+                    args, kwargs = replaced(argument, share, args, kwargs)
+            return inner(*args, **kwargs)
+
+        return forward
+
+
+def _cut(
     table: dict[str, nn.Parameter | None], leaf: str, dim: int, rank: int, tp: int
 ) -> Callable[[], None]:
     whole = table[leaf]
@@ -367,29 +386,3 @@ def _compare(path: str, due: torch.Tensor, given: torch.Tensor, message: str) ->
 def _own_numbers(given: torch.Tensor) -> torch.Tensor:
     """A copy of an input, in the numbers of the stand-in."""
     return given.to(torch.float32, copy=True) if given.is_floating_point() else given.clone()
-
-
-def _stand_in(model: nn.Module, answering: set[str]) -> nn.Module:
-    """A copy in float32 whose answering modules have no large weights, and the others random ones.
-
-    Small ones have theirs, for code of other modules that reads them.
-    """
-    generator = torch.Generator().manual_seed(0)
-    memo: dict[int, Any] = {}
-    for path, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is None or id(parameter) in memo:
-                continue
-            if path in answering and parameter.numel() > _SMALL:
-                twin = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
-            else:
-                twin = torch.rand(parameter.shape, generator=generator) + 0.5
-            memo[id(parameter)] = nn.Parameter(twin, requires_grad=False)
-    for module in model.modules():
-        for table in (module._buffers, vars(module)):
-            for value in table.values():
-                if isinstance(value, torch.Tensor) and id(value) not in memo:
-                    memo[id(value)] = buffer_like(value, generator, torch.float32)
-    twin_model = copy.deepcopy(model, memo).eval()
-    without_hooks(twin_model)
-    return twin_model

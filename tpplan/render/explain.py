@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Mapping
 
 from torch import nn
 
@@ -48,6 +49,8 @@ def _entering(boundary: Boundary, sequence_parallel: bool) -> list[str]:
         f"inferred: '{names}' enters the sharded region here, for "
         f"{consumers}: {enters}, its gradient {leaves}"
     ]
+    if boundary.narrowed:
+        lines.append("inferred: its code is shown a rank's share of the width of what enters")
     if len(boundary.shared) > 1:
         lines.append(f"inferred: one collective serves {', '.join(boundary.shared)}")
     return lines
@@ -74,7 +77,8 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
     if plan.container:
         lines.append("the stream passes through it in its global form")
     for name, (present, local) in plan.attributes.items():
-        lines.append(f"{name}: {present}, on each rank {local}")
+        said = "" if name in _stated(plan) else "inferred: "
+        lines.append(f"{said}{name}: {present}, on each rank {local}")
     if plan.draws is not None:
         lines.append(_draws(plan.draws, compiled.sequence_parallel))
     if plan.kernel is not None:
@@ -83,6 +87,12 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
         if isinstance(kernel.form, UnbiasedForm):
             lines.append(f"leaves its bias to the kernel of {kernel.form.activation}")
     return lines
+
+
+def _stated(plan: ModulePlan) -> Container[str]:
+    """The attributes of which the plan speaks."""
+    stated = plan.options.get("attributes")
+    return stated if isinstance(stated, Mapping) else ()
 
 
 def _draws(kind: DrawnFor, sequence_parallel: bool) -> str:

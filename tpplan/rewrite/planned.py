@@ -22,6 +22,7 @@ from tpplan.roles.fused import ROLES, Around, Swapped, common, partner_of
 from tpplan.roles.heads import HeadInputs
 from tpplan.roles.lowered import Lowered, State, lower
 from tpplan.roles.members import summing_site
+from tpplan.roles.narrow import Widened
 from tpplan.roles.parameters import Own, successor
 from tpplan.roles.streams import Container, Entering, InStack
 from tpplan.styles import named
@@ -152,6 +153,7 @@ def roles_of(
     ``fused``: the one whose kernel stands for the module's own forward, if any.
     """
     around = {
+        Widened: plan.widened,
         Container: plan.container,
         Draws: plan.draws is not None,
         InStack: plan.element is not None,

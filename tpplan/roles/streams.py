@@ -22,6 +22,7 @@ from tpplan.roles.draws import draws_in_training
 from tpplan.roles.logits import Logits
 from tpplan.roles.lowered import Lowered, looks
 from tpplan.roles.members import members_of, prepare
+from tpplan.roles.narrow import narrowed
 from tpplan.roles.sequence import replaced, require_sequence
 
 
@@ -254,6 +255,8 @@ class Entering(Lowered):
             if x is None:
                 continue  # cross-attention that is given no states reads them from its cache
             entered = entry.enter(x, state.stream, length)
+            if plan.narrowed:
+                entered = narrowed(entered, state.stream.group.size)
             for argument in plan.arguments:
                 if taken(argument, *given) is not x:
                     raise RuntimeError(
