@@ -30,6 +30,16 @@ _C10D_TABLES = (
 
 
 @contextlib.contextmanager
+def _same_excepthook() -> Iterator[None]:
+    """Every process group puts its rank in front of what the process says of later errors."""
+    before = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = before
+
+
+@contextlib.contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
     """A process group of ``size`` ranks in which nothing is sent, and its 1-D mesh.
 
@@ -48,7 +58,8 @@ def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
         torch._C._distributed_c10d._unregister_process_group(name)
     c10d._update_default_pg(None)
     try:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        with _same_excepthook():
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         try:
             # DTensor's caches go by mesh equality: a name no real mesh has keeps them apart
             yield init_device_mesh("cpu", (size,), mesh_dim_names=("dry run",))
@@ -62,6 +73,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
             torch._C._distributed_c10d._register_process_group(name, group)
 
 
+@_same_excepthook()
 def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
     """``job(mesh)`` on ``size`` ranks that are threads of this process; what each returned.
 
