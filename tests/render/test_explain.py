@@ -11,6 +11,7 @@ import tpplan
 from benchmarks import zoo
 from tests.gpt import GPT
 from tests.models import hf
+from tests.outside import nanogpt
 from tpplan.planner import compile_plan
 from tpplan.render import explain
 
@@ -24,6 +25,15 @@ MODELS: dict[str, tuple[Callable[[], Any], str, int, tuple[str, ...]]] = {
             "dropout in training, of this rank's part of a sharded region: each rank draws its own",
             "dropout in training, of the residual stream: each rank draws its own mask",
             "the stream passes through it in its global form",
+        ),
+    ),
+    "sizes that are found": (
+        lambda: nanogpt.GPT(nanogpt.GPTConfig()),
+        "auto",
+        2,
+        (
+            "inferred: its code is shown a rank's share of the width of what enters",
+            "inferred: n_head: 4, on each rank 2",
         ),
     ),
     "packed": (zoo.makers()["gpt2"], "gpt2.yaml", 2, ("the first rank holds 0:",)),
