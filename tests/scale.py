@@ -16,8 +16,8 @@ from tpplan.styles.style import Misfits
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
-    from tpplan.planner.flow import Walk
     from tpplan.planner.sizes import Sizes
+    from tpplan.planner.walk import Walk
 
 
 class Scale(Style):

@@ -100,6 +100,19 @@ class Element:
     others: tuple[Argument, ...] = ()
 
 
+@dataclass(frozen=True)
+class Detour:
+    """What a replicated module in the stack, which needs the whole sequence, takes and gives.
+
+    Attributes:
+        arguments: what it is given of the stream, gathered for it.
+        outputs: where, in what it gives, is what goes on as a rank's rows.
+    """
+
+    arguments: tuple[Argument, ...]
+    outputs: tuple[Place, ...]
+
+
 # What random numbers are drawn for: activations of a sharded region (columns, heads), the stream
 # (rows of its own on each rank under sequence parallelism), what every rank holds whole, or
 # several of these, of which some ask for masks that agree and some for masks that do not.
@@ -133,6 +146,7 @@ class ModulePlan:
         together: the row-parallel layers, in order of execution, whose sum is reduced once.
         head_inputs: arguments of which each rank takes its heads: (argument, dimension).
         heads: how many there are on all ranks.
+        detour: of a replicated module that runs on the whole sequence.
         container: whether the stream passes through it in its global form.
         draws: what it draws random numbers for in training (dropout), None where it draws none.
         read: whether other modules' code computes with its parameters (a vocabulary's table).
@@ -156,6 +170,7 @@ class ModulePlan:
     together: tuple[str, ...] = ()
     head_inputs: tuple[tuple[Argument, int], ...] = ()
     heads: int = 0
+    detour: Detour | None = None
     container: bool = False
     draws: DrawnFor | None = None
     read: bool = False

@@ -151,9 +151,9 @@ def test_one_kernel_choice_for_all_kinds() -> None:
             "it is an option of rowwise",
         ),
         (
-            with_rule("{style: replicate, packing: x}"),
-            (3, 29, "packing"),
-            "'replicate' has no option",
+            with_rule("{style: sequence_parallel, packing: x}"),
+            (3, 37, "packing"),
+            "'sequence_parallel' has no option",
             "it has none",
         ),
         (

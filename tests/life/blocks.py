@@ -115,6 +115,30 @@ class ReadsWidth(Packed):
         return self.o(attend(q, k, v).view(b, t, width))
 
 
+class Mixer(Quiet):
+    """A convolution over the positions, which each rank computes whole; a second result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, groups=4)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.conv(F.pad(x.mT, (2, 0))).mT
+        return self.out(y.tanh()), y.sum()
+
+
+class Mixing(MLPLayer):
+    """A mixer of positions, then an MLP."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.mixer = Mixer()
+
+    def inside(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        return super().inside(x + self.mixer(x)[0])
+
+
 class Transposed(MLP):
     """The two projections of an MLP, stored (in, out)."""
 
@@ -350,6 +374,11 @@ BLOCKS: Mapping[str, Block] = {
             "layers.*.attn.o": "rowwise",
         },
         ATTENTION_ALONE,
+    ),
+    "whole sequence": Block(
+        lambda: Stack(Mixing),
+        {**MLP_RULES, "layers.*.mixer": {"style": "replicate", "input": "gather"}},
+        (*MLP_ALONE, f"{FIRST}.mixer"),
     ),
     "shared key-value heads": _attention(lambda i: Attention(2 * HEAD)),
     "vocabulary": Block(

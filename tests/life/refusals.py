@@ -10,6 +10,8 @@ _APART = "is another tensor than"
 REFUSED: dict[tuple[str | None, str, bool | None], str] = {
     ("torch's attention", "backward hook", None): _APART,
     ("torch's attention", "backward pre-hook", None): _APART,
+    # its own code runs, on the local parameters
+    ("whole sequence", "parametrized", None): "a parametrization was put on it after",
 }
 
 

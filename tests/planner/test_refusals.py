@@ -154,6 +154,22 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         2,
         "its result at one position depends on other positions",
     ),
+    "replicate over the sequence": (
+        lambda: OverTheSequence(),
+        {"tpplan": 1, "rules": {"0.norm": "replicate", "0.fc": "colwise", "0.out": "rowwise"}},
+        2,
+        "{style: replicate, input: gather} to run it on all positions",
+    ),
+    "a sharded layer inside of what runs whole": (
+        GPT,
+        {
+            "tpplan": 1,
+            "extends": "gpt.yaml",
+            "rules": {"blocks.*.mlp": {"style": "replicate", "input": "gather"}},
+        },
+        2,
+        "it is inside of blocks.*.mlp, which runs whole on every rank",
+    ),
     "a whole tensor added to the sharded stream": (
         GPT,
         {"tpplan": 1, "extends": "gpt.yaml", "rules": {"pos_emb": "replicate"}},

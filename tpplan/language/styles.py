@@ -74,7 +74,16 @@ STYLES: dict[str, Words] = {
             ),
         },
     ),
-    "replicate": Words("leave the parameters whole on every rank"),
+    "replicate": Words(
+        "leave the parameters whole on every rank, those of modules inside as well",
+        {
+            "input": Option(
+                Kind.CHOICE,
+                "gather the stream, run on the whole of it, go on with a rank's part of the result",
+                ("gather",),
+            ),
+        },
+    ),
     "attention": Words(
         "the module that computes attention",
         {

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.kernels.forms import NormForm
 from tpplan.kernels.norm import reference
@@ -156,16 +156,15 @@ def _mixes(twin: nn.Module, run: Run, shape: tuple[int, ...], dim: int, dtype: t
     sizes[dim] = _LENGTH
     x = _random(dtype, *sizes).requires_grad_()
     with torch.enable_grad():
-        whole = run(twin, x)
-        if not isinstance(whole, torch.Tensor):
-            return False
-        if whole.dim() <= dim or whole.size(dim) != _LENGTH:
+        whole = _rows(run(twin, x), dim, _LENGTH)
+        if whole is None:
             return True
         cotangent = _random(whole.dtype, *whole.shape)
         pieces = [slice(a, b) for a, b in itertools.pairwise(_CUTS)]
         at = (slice(None),) * dim
-        parts = [run(twin, x[*at, piece]) for piece in pieces]
-        if any(p.shape != whole[*at, s].shape for p, s in zip(parts, pieces, strict=True)):
+        found = (_rows(run(twin, x[*at, s]), dim, s.stop - s.start) for s in pieces)
+        parts = [p for p in found if p is not None]
+        if [p.shape for p in parts] != [whole[*at, s].shape for s in pieces]:
             return True
         if not _equal(whole, torch.cat(parts, dim)):
             return True
@@ -177,6 +176,14 @@ def _mixes(twin: nn.Module, run: Run, shape: tuple[int, ...], dim: int, dtype: t
             for out in (whole, torch.cat(parts, dim))
         )
     return not all(a is b or _equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _rows(out: Any, dim: int, length: int) -> torch.Tensor | None:
+    """All that a module gives, position by position; None where some of it has other positions."""
+    tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+    if not tensors or any(t.dim() <= dim or t.size(dim) != length for t in tensors):
+        return None
+    return torch.cat([t.reshape(*t.shape[: dim + 1], -1) for t in tensors], -1)
 
 
 # --- is it a norm

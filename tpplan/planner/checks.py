@@ -87,6 +87,11 @@ def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> N
         complaints.about(None, flow.unreduced, message, hint)
     for path, maker in flow.torn.items():
         _mixture(path, maker, "sharded activations", COLWISE, complaints)
+    inside = {
+        path: f"it is inside of {fold([around])}, which runs whole on every rank"
+        for path, around in flow.inside.items()
+    }
+    complaints.by_rule(inside, "leave one of the two rules out")
     if sequence_parallel:
         _check_stream(flow, complaints)
 
@@ -118,8 +123,9 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
         path: f"'{op}' on the sequence-sharded stream is not known to keep positions apart"
         for path, op in flow.along.items()
     }
-    rows = SEQUENCE_PARALLEL.name
-    complaints.by_rule(along, f"give the module the style {rows} if it does, or {off}")
+    rows, whole = SEQUENCE_PARALLEL.name, f"{{style: {REPLICATE.name}, input: gather}}"
+    hint = f"give the module the style {rows} if it does, or {whole} to run it on all positions"
+    complaints.by_rule(along, f"{hint}; or {off}")
     for paths, message in (
         (flow.escaping, "gives out more of the sequence-sharded stream than the stream itself"),
         (

@@ -23,7 +23,6 @@ from tpplan.observe.trace import Trace, record
 from tpplan.observe.twins import DROPOUT, same_randomness
 from tpplan.planner import checks, infer
 from tpplan.planner.complaints import Complaints
-from tpplan.planner.flow import Walk
 from tpplan.planner.kernels import implementations
 from tpplan.planner.match import match
 from tpplan.planner.outcome import Outcome
@@ -31,6 +30,7 @@ from tpplan.planner.placing import Placing
 from tpplan.planner.regions import Regions
 from tpplan.planner.sizes import Sizes
 from tpplan.planner.together import reduced_together
+from tpplan.planner.walk import Walk
 from tpplan.styles import named
 from tpplan.styles.replicate import REPLICATE
 
@@ -95,7 +95,7 @@ class _Compiler(Outcome):
             mentioned = {
                 names[0]
                 for names in self.placing.names.values()
-                if any(self.placing.rule_of(name) is not None for name in names)
+                if any(self.placing.mentions(name) for name in names)
             }
             checks.check_unmentioned(parameters, mentioned, self.complaints)
         self.kernels = implementations(self.plan.kernels, kernels)

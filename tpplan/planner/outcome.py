@@ -155,6 +155,7 @@ class Outcome:
                 together=self.together.get(path, ()),
                 head_inputs=self.sizes.head_inputs.get(path, ()),
                 heads=self.heads_of(path),
+                detour=self.flow.detours.get(path) if self.sequence_parallel else None,
                 container=path in containers,
                 draws=self.drawn(path),
                 read=self.styles.get(path, NONE).vocabulary

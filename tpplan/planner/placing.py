@@ -81,6 +81,14 @@ class Placing:
             return None if heads is None else self.matches.modules[heads]
         return own or rule
 
+    def mentions(self, parameter: str) -> bool:
+        """Whether a rule speaks of a parameter, be it that of a module around that is whole."""
+        parts = self.owner(parameter).split(".")
+        around = (".".join(parts[:n]) for n in range(len(parts)))
+        return self.rule_of(parameter) is not None or any(
+            named(self.styles.get(path)).apart for path in around
+        )
+
     def list_of(self, parameter: str) -> str | None:
         """The list with a module for each head that a parameter is in."""
         return next((path for path in self.lists if parameter.startswith(f"{path}.")), None)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.comm import join, split
-from tpplan.places import Argument, taken
+from tpplan.comm import chunk, join, split
+from tpplan.places import Argument, at, taken, with_at
 from tpplan.roles.lowered import Lowered
 
 
@@ -49,6 +49,30 @@ class Apart(Lowered):
             given = given.full_tensor() if whole is None else whole
             args, kwargs = replaced(argument, given, args, kwargs)
         return super().forward(*args, **kwargs)
+
+
+class OnDetour(Apart):
+    """A replicated module in the stack that needs the whole sequence: gathers it, gives rows.
+
+    Every rank computes the same, so no gradient of its own is a part, and none is summed.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
+        length, plan = state.length, state.plan.detour
+        if length is None or plan is None or not state.stream.sequence_parallel:
+            return super().forward(*args, **kwargs)
+        dim = state.stream.dim
+        rows = chunk(length, state.transition.group.size)
+        for argument in plan.arguments:
+            given = taken(argument, args, kwargs)
+            if isinstance(given, torch.Tensor) and given.dim() > dim and given.size(dim) == rows:
+                whole = join(given, dim, length, state.transition)
+                args, kwargs = replaced(argument, whole, args, kwargs)
+        out = super().forward(*args, **kwargs)
+        for place in plan.outputs:
+            out = with_at(out, place, split(at(out, place), dim, state.transition))
+        return out
 
 
 class SequenceParallel(Lowered):

@@ -17,8 +17,8 @@ from tpplan.styles.style import Misfits, Roles, Style, divisors, runs_as
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
-    from tpplan.planner.flow import Walk
     from tpplan.planner.sizes import Sizes
+    from tpplan.planner.walk import Walk
 
 _PACKED = ("in_proj_weight", "in_proj_bias")
 # what torch's layers around it ask before they run fused code, which would read sharded weights

@@ -18,8 +18,8 @@ from tpplan.styles.style import Misfits, Roles, Style, divisors, is_matrix, runs
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
-    from tpplan.planner.flow import Walk
     from tpplan.planner.sizes import Sizes
+    from tpplan.planner.walk import Walk
 
 
 class Colwise(Style):

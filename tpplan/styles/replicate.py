@@ -8,16 +8,19 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from tpplan.compiled import ModulePlan
-from tpplan.roles.sequence import Apart
+from tpplan.roles.sequence import Apart, OnDetour
 from tpplan.styles.style import Roles, Style
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
-    from tpplan.planner.flow import Walk
+    from tpplan.planner.walk import Walk
 
 
 class Whole(Style):
-    """Anything; outside the stack it is given the whole of the stream."""
+    """Anything; outside the stack it is given the whole of the stream, inside if the plan says so.
+
+    What is inside of it is replicated with it.
+    """
 
     name = "replicate"
     apart = probed = True
@@ -25,13 +28,20 @@ class Whole(Style):
     hf = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 
     def enter(self, walk: Walk, call: Call, given: int | None) -> None:
-        """Outside the stack it computes with all of the stream."""
-        if walk.element_of(call) is None and given in walk.stream and given not in walk.region:
-            walk.apart.add(call.index)
+        """Outside the stack it computes with all of the stream, inside where the plan says so."""
+        anywhere = call.path in walk.gathering or walk.element_of(call) is None
+        if anywhere and given in walk.stream and given not in walk.region:
+            walk.takes_whole(call)
+
+    def leave(self, walk: Walk, call: Call) -> None:
+        """The stream, where it was gathered for it."""
+        walk.gives_rows(call)
 
     def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
-        """Outside the stack it goes to the whole of the stream and back."""
+        """On the whole of the stream it goes there and back."""
         inner, _ = super().roles(plan, module, fused)
+        if plan.detour is not None:
+            return [OnDetour, *inner], None
         return ([Apart] if plan.element is None else []) + inner, None
 
 

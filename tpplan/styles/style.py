@@ -16,8 +16,8 @@ from tpplan.roles.lowered import LocalParameters, Lowered
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
-    from tpplan.planner.flow import Walk
     from tpplan.planner.sizes import Sizes
+    from tpplan.planner.walk import Walk
 
 Roles = tuple[list[type[nn.Module]], type[Lowered] | None]
 """The outermost first; and the one in torch's class's place, inside of the module's own."""

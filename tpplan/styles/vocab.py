@@ -16,7 +16,7 @@ from tpplan.styles.style import Roles, Style, adds_to_embedding, runs_as
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
-    from tpplan.planner.flow import Walk
+    from tpplan.planner.walk import Walk
 
 
 class Vocab(Style):

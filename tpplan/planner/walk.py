@@ -1,0 +1,373 @@
+"""How tensors are laid out as they flow through the traced model, and what follows from it.
+
+A tensor is *in a region* from where the stream enters a sharded region until a row-parallel layer
+reduces it: there each rank works on its own columns, or on the whole of something whose gradient
+is a part on each rank (what a replicated layer makes of what has entered). It is *of the stream*
+outside, where under sequence parallelism each rank has its own rows. A replicated parameter that
+meets either sees only a part of the work, so its gradient must be summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from dataclasses import replace
+
+from tpplan.compiled import Boundary, Detour, Element
+from tpplan.language import Rule
+from tpplan.observe.positions import acts_on_each
+from tpplan.observe.trace import Call, Op, Trace
+from tpplan.planner.flow import Flow
+from tpplan.planner.infer import KEEPING, VIEWS, sources
+from tpplan.styles import NONE, named
+
+
+class Walk:
+    """Follows every tensor of a trace; what each style's calls take and give, the style says.
+
+    Args:
+        columns: the column-parallel projections.
+        multihead: torch's own attention: a whole region in one module.
+        local: modules that were found to work on each position by itself.
+        dim: the sequence dimension.
+        dropouts: modules that draw for their input, also where they drew nothing this time.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        rules: Mapping[str, Rule],
+        columns: Set[str],
+        multihead: Set[str],
+        boundaries: Mapping[str, tuple[Boundary, ...]],
+        elements: Mapping[str, Element],
+        local: Set[str],
+        dim: int,
+        dropouts: Set[str] = frozenset(),
+    ) -> None:
+        self.trace, self.columns, self.multihead = trace, columns, multihead
+        self.styles = {path: named(rule.style) for path, rule in rules.items()}
+        self.gathered = {
+            path for path, rule in rules.items() if rule.options.get("output") == "gather"
+        }
+        # replicated modules for which the stream is gathered, wherever they are
+        self.gathering = {
+            path for path, rule in rules.items() if rule.options.get("input") == "gather"
+        }
+        # row-parallel layers of whose result each rank gets its columns
+        self.scattered = {
+            path for path, rule in rules.items() if named(rule.style).scatters(rule.options)
+        }
+        self.boundaries, self.elements = boundaries, elements
+        self.local, self.dim, self.dropouts = local, dim, dropouts
+        self.flow = Flow()
+        self.region: set[int] = set()
+        self.whole_in_region: set[int] = set()
+        self.stream: set[int] = set()
+        self.weights: dict[int, frozenset[str]] = {
+            number: frozenset([name]) for number, name in trace.parameters.items()
+        }
+        self.constant: set[int] = set(trace.buffers)
+        self.maker: dict[int, str] = {}
+        self.trained: set[int] = set()
+        # tensors made of constants and noise alone: the ops that drew the noise, and what it met
+        self.noise: dict[int, frozenset[int]] = {}
+        self.met: dict[int, set[str]] = {}
+        self.entry = {
+            call.index: self._entries(call) for call in trace.calls if call.path in boundaries
+        }
+        # arguments of which each rank takes its heads, where their gradient is put together
+        for_heads = {path: rule.options.get("head_inputs") or () for path, rule in rules.items()}
+        self.for_heads = {
+            call.index: {self._argument(call, name) for name in for_heads.get(call.path, ())}  # type: ignore[attr-defined]
+            for call in trace.calls
+        }
+        # calls of replicated modules that are given the whole of the stream
+        self.apart: set[int] = set()
+        # what column-parallel layers made of tokens without their batch
+        self.flat: set[int] = set()
+
+    def _argument(self, call: Call, name: str) -> int | None:
+        for number, arguments in call.arguments.items():
+            if any(a.name == name for a in arguments):
+                return number
+        return None
+
+    def _entries(self, call: Call) -> set[int]:
+        given = (self._argument(call, b.arguments[0].name) for b in self.boundaries[call.path])
+        return {number for number in given if number is not None}
+
+    def element_of(self, call: Call) -> Call | None:
+        """The call of an element of the stack around another, or itself."""
+        around = self.trace.ancestors(call.index)
+        return next((c for c in around if c.path in self.elements), None)
+
+    def run(self) -> Flow:
+        starts: dict[int, list[Call]] = {}
+        ends: dict[int, list[Call]] = {}
+        for call in self.trace.calls:
+            starts.setdefault(call.first_op, []).append(call)
+            ends.setdefault(call.last_op, []).append(call)
+        for index in range(len(self.trace.ops) + 1):
+            for call in sorted(ends.get(index, ()), key=lambda c: -c.index):
+                if call.first_op < index:
+                    self.leave(call)
+            for call in starts.get(index, ()):
+                self.enter(call)
+                if call.last_op == index:
+                    self.leave(call)
+            if index < len(self.trace.ops):
+                self.step(index, self.trace.ops[index])
+        for index, met in self.met.items():
+            path = self.trace.calls[self.trace.ops[index].call].path
+            self.flow.draws.setdefault(path, set()).update(met or {"whole"})
+        return self.flow
+
+    # --- what styles say of their calls
+
+    def is_sharded(self, number: int | None) -> bool:
+        """Whether each rank has its own columns of a tensor."""
+        return number in self.region and number not in self.whole_in_region
+
+    def refuse_sharded(self, call: Call, given: int | None) -> None:
+        """The call makes columns of what must be whole."""
+        if self.is_sharded(given):
+            self.flow.twice[call.path] = tuple(sources(self.trace, call, self.styles))
+
+    def gives_columns(self, call: Call) -> None:
+        """Each rank has its own columns of what the call gives."""
+        self.region.update(call.outputs)
+        self.whole_in_region.difference_update(call.outputs)
+        self.flat.update(n for n in call.outputs if len(self.trace.shapes[n]) <= self.dim + 1)
+
+    def takes_whole(self, call: Call) -> None:
+        """The call computes with all of the stream, and what it is given of it is gathered."""
+        self.apart.add(call.index)
+        if self.element_of(call) is None:
+            return
+        taken = [a for n, names in call.arguments.items() if n in self.stream for a in names]
+        known = self.flow.detours.get(call.path, Detour((), ()))
+        arguments = dict.fromkeys((*known.arguments, *taken))
+        self.flow.detours[call.path] = replace(known, arguments=tuple(arguments))
+
+    def gives_rows(self, call: Call) -> None:
+        """What the call made of all of the stream goes on as a rank's rows."""
+        around = self.element_of(call)
+        if around is None or call.index not in self.apart:
+            return
+        stream = self._argument(around, self.elements[around.path].argument.name)
+        rows = () if stream is None else self.trace.shapes[stream][: self.dim + 1]
+        known, made = self.flow.detours[call.path], []
+        for number, place in zip(call.outputs, call.places, strict=True):
+            alike = self.trace.shapes[number][: self.dim + 1] == rows
+            if alike and place is not None and number in self.trace.floating:
+                self.stream.add(number)
+                made.append(place)
+        outputs = tuple(dict.fromkeys((*known.outputs, *made)))
+        self.flow.detours[call.path] = replace(known, outputs=outputs)
+
+    def gives_whole(self, call: Call) -> None:
+        """Nothing of a region leaves the call."""
+        self.region.difference_update(call.outputs)
+        self.stream.difference_update(call.outputs)
+
+    def check_rows(self, call: Call, given: int) -> None:
+        """In an element, what is summed over the ranks has the rows of the stream."""
+        around = self.element_of(call)
+        if around is None:
+            return
+        stream = self._argument(around, self.elements[around.path].argument.name)
+        # with or without their batch: as the column-parallel layers were given them
+        same = (given in self.flat) == (len(self.trace.shapes[given]) <= self.dim + 1)
+        if stream is None or not same or not self._rows_of(given, stream):
+            self.flow.flattened.append(call.path)
+
+    def _rows_of(self, number: int, stream: int) -> bool:
+        """Whether a tensor has the rows of the stream, in its shape or without their batch."""
+        rows, whole = self.trace.shapes[number][:-1], self.trace.shapes[stream][:-1]
+        return rows == whole or (len(rows) == 1 and rows[0] == math.prod(whole))
+
+    # --- call by call, op by op
+
+    def enter(self, call: Call) -> None:
+        for number in self.for_heads[call.index]:
+            self.flow.elsewhere |= self.weights.get(number, frozenset())  # type: ignore[arg-type]
+        given = next((n for n in call.arguments if n in self.trace.floating), None)
+        self.styles.get(call.path, NONE).enter(self, call, given)
+        if call.path in self.elements:
+            number = self._argument(call, self.elements[call.path].argument.name)
+            beside = (self._argument(call, a.name) for a in self.elements[call.path].others)
+            self.stream.update(n for n in (number, *beside) if n is not None)
+        inside = self.element_of(call) is not None
+        for boundary in self.boundaries.get(call.path, ()) if inside else ():
+            name = boundary.arguments[0].name
+            number = self._argument(call, name)
+            if number is not None:
+                ours = number in self.stream or number in self.region
+                (self.flow.streamed if ours else self.flow.whole).add((call.path, name))
+        apart = [c.path for c in self.trace.ancestors(call.index) if c.index in self.apart]
+        style = self.styles.get(call.path, NONE)
+        if not self.flow.detours.keys().isdisjoint(apart[:1]) and not (
+            style is NONE or style.apart
+        ):
+            self.flow.inside[call.path] = apart[0]
+        if call.path in self.dropouts and given is not None:
+            stream = given in self.stream and not apart
+            kind = "region" if given in self.region else "stream" if stream else ""
+            self.flow.draws.setdefault(call.path, set()).add(kind or "whole")
+
+    def leave(self, call: Call) -> None:
+        self.styles.get(call.path, NONE).leave(self, call)
+        element = self.elements.get(call.path)
+        given = None if element is None else call.output_at(element.output)
+        if element is not None and given is not None:
+            if given in self.region:
+                self.flow.unreduced.append(call.path)
+            self.stream.add(given)
+            # by their places: the stream itself, given twice, is global in one of them alone
+            others = (
+                n for n, p in zip(call.outputs, call.places, strict=True) if p != element.output
+            )
+            if any(n in self.stream and n in self.trace.floating for n in others):
+                self.flow.escaping.append(call.path)
+        if call.parent is None:
+            if call.outputs and call.outputs[0] in self.region:
+                self.flow.unreduced.append("")
+            for number in call.outputs:
+                self.flow.elsewhere |= self.weights.get(number, frozenset())
+        for number in call.outputs:
+            self.maker.setdefault(number, call.path)
+
+    def step(self, index: int, op: Op) -> None:
+        around = list(self.trace.ancestors(op.call))
+        entries = {n for c in around for n in self.entry.get(c.index, ())}
+        apart = any(c.index in self.apart for c in around)
+        cut = {n for c in around for n in self.for_heads[c.index]}
+        cut &= self.trained | self.weights.keys()
+        region = any(n in self.region or n in entries or n in cut for n in op.inputs)
+        stream = not region and not apart and any(n in self.stream for n in op.inputs)
+        self.note_noise(index, op, "region" if region else "stream" if stream else "whole")
+        if any(c.path in self.multihead for c in around):
+            return
+        weights = frozenset[str]().union(
+            *(self.weights.get(n, frozenset()) for n in op.inputs if n not in cut)
+        )
+        data = [
+            n for n in op.inputs if n in cut or (n not in self.weights and n not in self.constant)
+        ]
+        if not weights and not data:
+            self.constant.update(op.outputs)
+            return
+        if weights and not data:
+            for number in op.outputs:
+                self.weights[number] = weights
+            if region:  # columns of a table, which then meet what is whole (a mask)
+                self.region.update(op.outputs)
+            return
+        if weights:
+            self.note_weights(weights, region, stream, around)
+        whole = [
+            n
+            for n in data
+            if n in self.trained and n not in self.region and n not in entries and n not in cut
+            if region or n not in self.stream
+        ]
+        if region:
+            self.on_columns(op, data, entries, around, whole)
+        elif stream:
+            self.on_stream(op, data, around, whole)
+        if weights or any(n in self.trained for n in data):
+            self.trained.update(n for n in op.outputs if n in self.trace.floating)
+
+    def note_weights(
+        self, weights: Set[str], region: bool, stream: bool, around: list[Call]
+    ) -> None:
+        """What an op computes with parameters."""
+        # outside the elements, every rank computes with all of the stream
+        rows = stream and any(
+            c.path in self.elements or self.styles.get(c.path, NONE).rows for c in around
+        )
+        met = self.flow.in_region if region else self.flow.on_stream if rows else None
+        (self.flow.elsewhere if met is None else met).update(weights)
+
+    def on_columns(
+        self, op: Op, data: list[int], entries: Set[int], around: list[Call], whole: list[int]
+    ) -> None:
+        """An op in a region."""
+        partial = self.region - self.whole_in_region - entries
+        self.region.update(op.outputs)
+        self.whole_in_region.update(op.outputs)
+        if not partial.isdisjoint(data):
+            self.whole_in_region.difference_update(op.outputs)
+        self.note_rows(op, around)
+        if whole:
+            self.flow.torn.setdefault(around[0].path, self.maker.get(whole[0], ""))
+
+    def on_stream(self, op: Op, data: list[int], around: list[Call], whole: list[int]) -> None:
+        """An op on the stream, outside of any region."""
+        self.stream.update(op.outputs)
+        if any(c.path in self.elements for c in around):
+            self.note_positions(op, around)
+            if whole:
+                self.flow.torn_stream.setdefault(around[0].path, self.maker.get(whole[0], ""))
+        else:
+            # what a module made of its weights alone (positions) is whole too
+            made = [n for n in op.inputs if n in self.weights and n in self.maker]
+            self.note_mixture(op, [*data, *made], around)
+
+    def note_noise(self, index: int, op: Op, kind: str) -> None:
+        """What random numbers are drawn for: where they are drawn by themselves, what they meet."""
+        inputs = [self.noise.get(n) for n in op.inputs]
+        noise = frozenset().union(*(n for n in inputs if n is not None))
+        if op.random:
+            self.met[index] = set()
+            noise |= {index}
+        if all(n is not None for n in inputs):
+            self.noise.update(dict.fromkeys(op.outputs, noise))
+            return
+        for drawn in noise:
+            self.met[drawn].add(kind)
+        for number in op.outputs:
+            self.noise.pop(number, None)  # written to
+
+    def note_positions(self, op: Op, around: list[Call]) -> None:
+        """An op on the stream in an element must act on each position by itself."""
+        if any(c.path in self.local or c.path in self.boundaries for c in around):
+            return
+        name = op.name.removeprefix("aten.").split(".")[0]
+        streams = [n for n in op.inputs if n in self.stream]
+        widths = {self.trace.shapes[n][-1:] for n in (*streams, *op.outputs)}
+        if name in VIEWS and len(widths) == 1:
+            return  # tokens without their batch, and back
+        rows = {self.trace.shapes[n][: self.dim + 1] for n in streams}
+        kept = {self.trace.shapes[n][: self.dim + 1] for n in op.outputs} == rows
+        if kept and (op.pointwise or name in KEEPING or name in VIEWS):
+            return
+        element = next(c for c in around if c.path in self.elements)
+        number = self._argument(element, self.elements[element.path].argument.name)
+        shape = () if number is None else self.trace.shapes[number][: self.dim + 1]
+        if not acts_on_each(op, self.trace, self.stream, shape, self.dim):
+            self.flow.along.setdefault(around[0].path, name)
+
+    def note_rows(self, op: Op, around: list[Call]) -> None:
+        """Among tokens without their batch, whose order is a rank's own, each is on its own."""
+        name = op.name.removeprefix("aten.").split(".")[0]
+        if any(c.path in self.columns or c.path in self.local for c in around):
+            return
+        flat = [
+            n
+            for n in op.inputs
+            if n in self.flat and not (op.pointwise or name in KEEPING or name in VIEWS)
+        ]
+        if flat and not self.styles.get(around[0].path, NONE).sums:
+            self.flow.flattened.append(around[0].path)
+        if any(n in self.flat for n in op.inputs):
+            self.flat.update(op.outputs)
+
+    def note_mixture(self, op: Op, data: list[int], around: list[Call]) -> None:
+        if any(c.path in self.styles for c in around):
+            return
+        for number in data:
+            whole = number in self.trace.floating and number not in self.stream
+            if whole and self.trace.shapes[number]:
+                self.flow.mixed.setdefault(around[0].path, self.maker.get(number, ""))
