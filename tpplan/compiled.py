@@ -149,7 +149,7 @@ class ModulePlan:
         detour: of a replicated module that runs on the whole sequence.
         container: whether the stream passes through it in its global form.
         draws: what it draws random numbers for in training (dropout), None where it draws none.
-        read: whether other modules' code computes with its parameters (a vocabulary's table).
+        read: whether other modules' code computes with its parameters (a vocabulary's table, say).
         widened: whether it projects what its region's code is shown a part of.
         attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
         options: the rule's remaining options.

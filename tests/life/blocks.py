@@ -303,13 +303,27 @@ class Language(Stack):
             self.head.weight = self.tokens.weight
 
     def forward(self, x: torch.Tensor, *more: Any, labels: torch.Tensor | None = None) -> Any:
-        logits = self.head(self.norm(super().forward(self.start(x))))
+        logits = self.end(self.norm(super().forward(self.start(x))))
         if labels is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
     def start(self, ids: torch.Tensor) -> torch.Tensor:
         return self.tokens(ids)
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+class Lending(Language):
+    """Logits of the embedding's own table, which the model's code reads."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        del self.head
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.tokens.weight.T
 
 
 class Positioned(Language):
@@ -386,6 +400,12 @@ BLOCKS: Mapping[str, Block] = {
     ),
     "tied vocabulary": Block(
         lambda: Language(tied=True), {**MLP_RULES, **ENDS}, LANGUAGE_ALONE, call=tokens
+    ),
+    "replicated weights that others read": Block(
+        Lending,
+        {**MLP_RULES, "tokens": "replicate", "norm": "sequence_parallel"},
+        (*MLP_ALONE, "tokens", "norm"),
+        call=tokens,
     ),
     "around the layers": Block(
         Positioned,

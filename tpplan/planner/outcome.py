@@ -158,8 +158,7 @@ class Outcome:
                 detour=self.flow.detours.get(path) if self.sequence_parallel else None,
                 container=path in containers,
                 draws=self.drawn(path),
-                read=self.styles.get(path, NONE).vocabulary
-                and any(f"{path}.{name}" in self.read for name in own),
+                read=self.lends(path, own),
                 attributes=FrozenMap(self.sizes.attributes.get(path)),
                 options=FrozenMap() if rule is None else rule.options,
                 kernel=self.kernel(path),
@@ -168,6 +167,17 @@ class Outcome:
             if plan != ModulePlan(path=path, style=None):
                 plans[path] = plan
         return plans
+
+    def lends(self, path: str, own: Iterable[str]) -> bool:
+        """Whether other modules' code computes with a module's parameters."""
+        style, around = self.styles.get(path, NONE), path.rpartition(".")[0]
+        possible = style.vocabulary or style.apart or style.rows or style is NONE
+        # torch's own attention reads those of its parts, and so does what takes its place
+        return (
+            possible
+            and around not in self.multihead
+            and any(f"{path}.{name}".lstrip(".") in self.read for name in own)
+        )
 
     def stream_of(self, path: str) -> Argument | None:
         """The argument that carries the stream into a module that runs on its rows, or on all."""

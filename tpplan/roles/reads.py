@@ -1,4 +1,6 @@
-"""A vocabulary's table as the model's own code reads it: whole, or a head where it is used as one.
+"""Parameters as code of other modules reads them: those of a vocabulary, and replicated ones.
+
+A vocabulary's table is whole to it, or a head where it is used as one.
 
 ``F.linear(x, self.embed.weight)`` gives logits of each rank's range of the vocabulary, as a head of
 its own would. Whatever else is computed from the table is computed from all of it.
@@ -54,6 +56,19 @@ class Table(Lowered):
         read._tpplan_table, read._tpplan_held = self, held  # type: ignore[attr-defined]
         read._tpplan_name, read._is_param = name, True  # type: ignore[attr-defined]
         return read
+
+
+class Lent(Lowered):
+    """Holds whole parameters that other modules' code computes with, as with its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        held = super().__getattr__(name)
+        state = vars(self).get("_tpplan")
+        if state is None or name not in state.own.names or not isinstance(held, DTensor):
+            return held
+        if held.device_mesh != state.transition.group.mesh or state.alone:
+            return held  # the user's, who reads a DTensor
+        return self._locals()[state.own.names.index(name)]
 
 
 def _of_held(name: str) -> Any:

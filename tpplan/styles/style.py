@@ -13,6 +13,7 @@ from tpplan.compiled import ModulePlan
 from tpplan.language import FrozenMap, Rule
 from tpplan.layout import Rows
 from tpplan.roles.lowered import LocalParameters, Lowered
+from tpplan.roles.reads import Lent
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -108,7 +109,8 @@ class Style:
         Args:
             fused: the one whose kernel stands for the module's own forward, if any.
         """
-        own = [LocalParameters] if plan.parameters else []
+        own: list[type[nn.Module]] = [Lent] if plan.read else []
+        own += [LocalParameters] if plan.parameters else []
         return ([] if fused is None else [fused]) + own, None
 
     def reasons(self, plan: ModulePlan) -> tuple[str, str]:
