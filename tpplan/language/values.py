@@ -245,7 +245,8 @@ class Values:
         before = len(self.problems)
         found: dict[str, object] = {}
         for key, (key_node, value) in entries.items():
-            if not all(part.isidentifier() for part in key.split(".")):
+            first, *rest = key.split(".")
+            if not (first.isidentifier() and all(p.isidentifier() or p.isdigit() for p in rest)):
                 message = f"{quoted(key)} cannot be the name of an attribute or argument"
                 self.report(message, key_node.position)
             found[key] = read(value, f"{what}: {quoted(key)}")

@@ -9,6 +9,7 @@ from torch import nn
 
 from tpplan.language import Diagnostic, Expression, ExpressionError, Position, Rule
 from tpplan.layout import MisfitError, Part, Rows, rows_of
+from tpplan.planner.attributes import attribute, integers
 from tpplan.planner.match import fold
 from tpplan.styles import named
 
@@ -251,14 +252,6 @@ class Geometry:
         return result
 
 
-def attribute(module: nn.Module, name: str) -> object:
-    """An attribute by its dotted name; None where there is none."""
-    value: object = module
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return value
-
-
 def _units(name: str, names: Sequence[str], known: Heads, repeat: int) -> int | None:
     """How many heads a part has in each block; parts q1 and q2 have half of the heads each."""
     kind = _kind(name)
@@ -269,12 +262,3 @@ def _units(name: str, names: Sequence[str], known: Heads, repeat: int) -> int | 
 
 def _kind(name: str) -> str:
     return name.rstrip("0123456789")
-
-
-def integers(values: Mapping[str, object]) -> dict[str, int]:
-    """Of some attributes those that are whole numbers."""
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, int) and not isinstance(value, bool) and name.isidentifier()
-    }

@@ -6,7 +6,7 @@ of the layer stack are, how many heads a projection has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Container, Mapping, Set
 
 from tpplan.compiled import Boundary, Element
 from tpplan.language import Diagnostic, Pattern, PlanError, Rule
@@ -162,7 +162,7 @@ def find_elements(
         paths = [path for path in called if layers.matches(path)]
     else:
         rows = [path for path, style in styles.items() if style.sums] or sorted(multihead)
-        paths = list(dict.fromkeys(_stacked(path) for path in rows))
+        paths = list(dict.fromkeys(_called_in(_stacked(path), path, called) for path in rows))
     elements = {}
     for path in paths:
         call = called.get(path)
@@ -183,6 +183,14 @@ def _stacked(path: str) -> str:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return ""
+
+
+def _called_in(outer: str, path: str, called: Container[str]) -> str:
+    """``outer``; where the model only holds it, the outermost module towards ``path`` it calls."""
+    while outer not in called and outer != path:
+        rest = path[len(outer) :].lstrip(".")
+        outer = f"{outer}.{rest.partition('.')[0]}".lstrip(".")
+    return outer
 
 
 def _others(

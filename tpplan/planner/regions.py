@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
 from torch.distributed.tensor import Shard
 
 from tpplan.observe.shadow import padded, shortened
-from tpplan.planner.geometry import attribute, integers
+from tpplan.planner.attributes import named_in_code
 from tpplan.planner.match import folded
 from tpplan.planner.outcome import Outcome
 from tpplan.planner.replay import Failure, prove
@@ -32,9 +31,11 @@ class _Change:
     """An attribute of regions that are alike, with its values; without a name, narrowed inputs.
 
     Attributes:
+        owner: the path in the region of the module that has it.
         values: module path -> (present value, value per rank).
     """
 
+    owner: str
     name: str
     values: Mapping[str, tuple[int, int]]
 
@@ -82,12 +83,12 @@ class Regions:
         """Make the fewest changes with which the regions like this one are proved, if any do."""
         found = self.found
         alike = [path for path in found.boundaries if folded(path) == folded(region)]
-        changes = [_Change("", dict.fromkeys(alike, (0, 0))), *self._attributes(alike)]
+        changes = [_Change("", "", dict.fromkeys(alike, (0, 0))), *self._attributes(alike)]
         combinations = (
             chosen
             for count in range(1, _CHANGES + 1)
             for chosen in itertools.combinations(changes, count)
-            if len({change.name for change in chosen}) == count
+            if len({(change.owner, change.name) for change in chosen}) == count
         )
         before = found.boundaries, found.sizes.attributes
         for chosen in itertools.islice(combinations, _TRIES):
@@ -124,8 +125,7 @@ class Regions:
                 style = self.found.styles.get(path, NONE)
                 if style is not NONE and not style.heads:
                     continue
-                for name in _named_in_code(module):
-                    value = attribute(module, name)
+                for name, value in named_in_code(module).items():
                     if name in self.found.sizes.attributes.get(path, {}):
                         continue
                     for what, (whole, local) in sizes.items():
@@ -133,8 +133,8 @@ class Regions:
                             key = path.removeprefix(region), name, what
                             made.setdefault(key, {})[path] = (whole, local)
         different: list[_Change] = []
-        for (_, name, _), values in made.items():
-            change = _Change(name, values)
+        for (owner, name, _), values in made.items():
+            change = _Change(owner, name, values)
             if change not in different:
                 different.append(change)
         return different
@@ -158,20 +158,3 @@ class Regions:
         for path in inner:
             outputs, rows = geometry.outputs(path), found.sizes.layouts.get(path)
             yield path.removeprefix(region), (outputs, rows.length() if rows else outputs // tp)
-
-
-def _named_in_code(module: nn.Module) -> list[str]:
-    """A module's integers, and those of its configuration, that its class's code speaks of."""
-    spoken: set[str] = set()
-    for cls in type(module).__mro__:
-        if cls is nn.Module:
-            break
-        codes = [getattr(value, "__code__", None) for value in vars(cls).values()]
-        spoken.update(name for code in codes if code is not None for name in code.co_names)
-    names = [*integers(vars(module))]
-    for holder in ("config", "args", "cfg"):
-        names += [
-            f"{holder}.{n}"
-            for n in integers(getattr(getattr(module, holder, None), "__dict__", {}))
-        ]
-    return [name for name in names if name.rpartition(".")[2] in spoken]

@@ -11,7 +11,6 @@ run: with that, and the weights cut alike, the sum over the ranks is the whole m
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from tpplan.language import Rule
 from tpplan.layout import Rows
 from tpplan.observe.likeness import identity, shared_tensors
 from tpplan.places import taken, with_at
-from tpplan.planner.geometry import attribute
+from tpplan.planner.attributes import assign
 from tpplan.planner.match import folded
 from tpplan.planner.stand_in import stand_in
 from tpplan.roles.heads import heads_of, own_heads
@@ -225,8 +224,8 @@ class _Replay:
     def _oracle(self, path: str, module: nn.Module, plan: ModulePlan) -> Callable[..., Any]:
         weight = next(p for p in module._parameters.values() if p is not None and p.dim() >= 2)
 
-        def forward(given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            given = whole_of(given)
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = whole_of(_first(args, kwargs))
             if self.rank is None:
                 if isinstance(module, nn.Embedding) or plan.transposed:
                     width = weight.shape[1]
@@ -277,9 +276,10 @@ class _Replay:
     ) -> Callable[..., Any]:
         """A module that computes on sharded columns or heads: the rank's part of the whole's."""
 
-        def forward(given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = _first(args, kwargs)
             if self.rank is None:
-                made: torch.Tensor = original(given, *args, **kwargs)
+                made: torch.Tensor = original(*args, **kwargs)
                 self.events.append(_Event(path, given.clone(), made))
                 return made.clone()
             event = self._next(path)
@@ -288,7 +288,7 @@ class _Replay:
                 _compare(path, due, given, "its input is not this rank's part")
             if plan.norm is not None:  # computed across the ranks, as its probe has shown
                 return self._part(path, event.made, given, "gives")
-            made = original(given, *args, **kwargs)
+            made = original(*args, **kwargs)
             due = self._part(path, event.made, made, "gives")
             _compare(path, due, made, "does not give its part of what the whole model has there")
             return due
@@ -329,6 +329,12 @@ class _Replay:
         return forward
 
 
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The first tensor of a call."""
+    values = (*args, *kwargs.values())
+    return next(value for value in values if isinstance(value, torch.Tensor))
+
+
 def _cut(
     table: dict[str, nn.Parameter | None], leaf: str, dim: int, rank: int, tp: int
 ) -> Callable[[], None]:
@@ -347,27 +353,6 @@ def _shortened(module: nn.Module, rank: int, tp: int) -> Callable[[], None]:
     own = members[rank * each : (rank + 1) * each]
     module._modules = {str(i): member for i, member in enumerate(own)}
     return lambda: setattr(module, "_modules", whole)
-
-
-def assign(module: nn.Module, name: str, value: int) -> Callable[[], None]:
-    """Set an attribute by its dotted name; what is on the way is copied, not shared.
-
-    Returns a function that undoes it.
-    """
-    first, _, rest = name.partition(".")
-    present = attribute(module, first)
-    if not rest:
-        object.__setattr__(module, first, value)
-    else:
-        twin: Any = copy.copy(present)
-        *path, leaf = rest.split(".")
-        inner = twin
-        for step in path:
-            setattr(inner, step, copy.copy(getattr(inner, step)))
-            inner = getattr(inner, step)
-        setattr(inner, leaf, value)
-        object.__setattr__(module, first, twin)
-    return lambda: object.__setattr__(module, first, present)
 
 
 def _compare(path: str, due: torch.Tensor, given: torch.Tensor, message: str) -> None:

@@ -263,6 +263,8 @@ class Walk:
                 self.weights[number] = weights
             if region:  # columns of a table, which then meet what is whole (a mask)
                 self.region.update(op.outputs)
+            elif stream:  # embeddings of positions, scaled
+                self.stream.update(op.outputs)
             return
         if weights:
             self.note_weights(weights, region, stream, around)

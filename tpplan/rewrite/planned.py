@@ -14,8 +14,8 @@ from tpplan.comm.distribute import distributed
 from tpplan.compiled import CompiledPlan, ModulePlan
 from tpplan.kernels.forms import GeluForm
 from tpplan.kernels.launch import chosen
+from tpplan.planner.attributes import assign
 from tpplan.planner.match import folded
-from tpplan.planner.replay import assign
 from tpplan.roles.draws import Draws
 from tpplan.roles.entry import Entry
 from tpplan.roles.fused import ROLES, Around, Swapped, common, partner_of
