@@ -85,7 +85,7 @@ _ATTENTION: Mapping[str, Lines] = {
     "heads in pairs": ("q = q.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)",),
     "halves of the heads": ("a, c = q.chunk(2, 1)", "q = torch.cat([c, a], 1)"),
     "one head zeroed": ("q = q.clone()", "q[:, 0] = 0.0"),
-    "heads and batch in one": ("q = q.flatten(0, 1).unflatten(0, (x.size(0), -1)).view_as(q)",),
+    "heads and batch in one": ("q = q.flatten(0, 1).unflatten(0, (q.size(0), -1)).view_as(q)",),
 }  # fmt: skip
 _WEIGHTS: Mapping[str, Lines] = {
     "weights above their mean": ("att = att * (att > att.mean())",),

@@ -9,7 +9,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -180,7 +180,10 @@ class _Pair:
         self.space["DROPPING"] = self.known["DROPPING"] = False
         for number, (batch, length, training) in enumerate(RUNS):
             given = inputs(self.case, self.space, batch, length, double)
-            theirs = _run(self.reference.train(training), given, number)
+            try:
+                theirs = _run(self.reference.train(training), given, number)
+            except Exception:
+                return replace(_raised("harness"), reason="the model itself cannot be run")
             if not all(bool(t.isfinite().all()) for t in theirs.values() if t is not None):
                 return Verdict("harness", "the model's own numbers are not finite")
             try:
