@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         lambda: hf(tie_word_embeddings=True),
         llama_rules(lm_head="replicate"),
         2,
-        "is tied to lm_head.weight, but the plan places them differently",
+        "lm_head.weight: is tied to model.embed_tokens.weight, but the plan places them",
     ),
     "a whole tensor into a row-parallel layer": (
         hf,
@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         hf,
         llama_rules(**{"model.layers.*.mlp.down_proj": "replicate"}),
         2,
-        "no row-parallel layer reduces them",
+        "replicate: takes the columns of model.layers.*.mlp.gate_proj",
     ),
     "column after column": (
         hf,

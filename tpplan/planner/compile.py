@@ -22,6 +22,7 @@ from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Trace, record
 from tpplan.observe.twins import DROPOUT, same_randomness
 from tpplan.planner import checks, infer
+from tpplan.planner.causes import Causes, led
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.kernels import implementations
 from tpplan.planner.match import match
@@ -150,12 +151,7 @@ class _Compiler(Outcome):
             )
             for path, found in self.boundaries.items()
         }
-        self.check_stack()
-        checks.check_flow(self.flow, self.sequence_parallel, self.complaints)
-        self.check_torn()
-        self.check_bare()
-        if self.sequence_parallel:
-            self.check_rows()
+        self.check_flow()
         if not self.complaints.wrong and self.tp > 1:
             Regions(self).check(call)
 
@@ -194,6 +190,20 @@ class _Compiler(Outcome):
             hint = "give inputs= with which the model's forward can be called"
             position = self.plan.rules[0].position
             raise PlanError([Diagnostic(message, position, hint)]) from error
+
+    def check_flow(self) -> None:
+        """What the flow of tensors shows; what follows from one mistake is said under it."""
+        said = len(self.complaints.wrong)
+        self.check_stack()
+        checks.check_flow(self.flow, self.sequence_parallel, self.complaints)
+        self.check_torn()
+        given = (self.model, self.trace, self.matches.modules, self.styles, self.elements)
+        cause = Causes(*given).of(self.flow)
+        if cause is not None:
+            self.complaints.wrong[said:] = [led(cause, self.complaints.wrong[said:])]
+        self.check_bare()
+        if self.sequence_parallel:
+            self.check_rows()
 
     def check_stack(self) -> None:
         if self.elements:

@@ -6,7 +6,7 @@ of the layer stack are, how many heads a projection has.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Set
+from collections.abc import Container, Iterable, Mapping, Set
 
 from tpplan.compiled import Boundary, Element
 from tpplan.language import Diagnostic, Pattern, PlanError, Rule
@@ -313,13 +313,23 @@ def sources(trace: Trace, call: Call, styles: Mapping[str, Style]) -> list[str]:
         if other.index != call.index
         for number in other.outputs
     }
-    pending = {n for n in call.arguments if n in trace.floating}
+    given = {n for n in call.arguments if n in trace.floating}
+    return [p for p in nearest(trace, given, call.first_op, ends) if styles[p].columns]
+
+
+def nearest(trace: Trace, numbers: Iterable[int], upto: int, ends: Mapping[int, str]) -> list[str]:
+    """The modules that made what became of tensors, each way back to the first of ``ends``.
+
+    Args:
+        upto: the op before which to look; ends: a tensor -> the module that made it.
+    """
+    pending = set(numbers)
     found: set[str] = set()
-    for op in reversed(trace.ops[: call.first_op]):
+    for op in reversed(trace.ops[:upto]):
         if not pending.intersection(op.outputs):
             continue
         reached = [ends[n] for n in pending.intersection(op.outputs) if n in ends]
-        found.update(path for path in reached if styles[path].columns)
+        found.update(reached)
         pending.difference_update(op.outputs)
         if not reached:
             pending.update(op.inputs)

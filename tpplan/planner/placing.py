@@ -43,13 +43,17 @@ class Placing:
         for names in self.names.values():
             places = {str(self.placement(name)): name for name in names}
             if len(places) > 1:
-                first, *others = places.values()
+                # a table is a vocabulary's: what is tied to one and is not is to blame
+                first, *others = sorted(places.values(), key=self._of_vocabulary)
                 message = (
                     f"is tied to {', '.join(others)}, but the plan places them differently "
                     f"({', '.join(places)})"
                 )
                 hint = "give both the same style: they are one parameter"
                 self.complaints.about(self.rule_of(first), [first], message, hint)
+
+    def _of_vocabulary(self, name: str) -> bool:
+        return named(self.style_of(self.owner(name))).vocabulary
 
     def check_contradictions(self) -> None:
         """A parameter's own rule against that of the module, whose style computes with it."""
