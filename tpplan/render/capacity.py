@@ -13,10 +13,14 @@ from tpplan.render.markup import (
     Html,
     badge,
     details,
+    exact,
+    modelled,
+    number,
     section,
     share,
     table,
     tag,
+    tracked,
 )
 from tpplan.render.units import duration, size
 
@@ -132,36 +136,25 @@ def _parts(held: Memory) -> dict[str, int]:
 
 
 def _memory_table(held: Mapping[str, Memory], limit: float) -> Html:
+    def peak(phase: str, attribute: str) -> Callable[[str], str]:
+        def shown(name: str) -> str:
+            found = held[name].peaks.get(phase)
+            return "" if found is None else size(getattr(found, attribute))
+
+        return shown
+
     columns = (
-        Column("of a rank"),
-        Column("parameters", numeric=True, certainty="exact"),
-        Column("gradients, all", numeric=True, certainty="exact"),
-        Column("optimizer", numeric=True, certainty="exact"),
-        Column("activations, forward", numeric=True, certainty="tracked"),
-        Column("activations, backward", numeric=True, certainty="tracked"),
-        Column("optimizer's step", numeric=True, certainty="tracked"),
-        Column("peak", numeric=True, certainty="tracked"),
-        Column("of the GPU's", numeric=True),
+        Column("of a rank", str),
+        exact("parameters", lambda n: size(held[n].parameters_per_rank + held[n].buffers_per_rank)),
+        exact("gradients, all", lambda n: size(held[n].gradients_per_rank)),
+        exact("optimizer", lambda n: size(held[n].optimizer_per_rank)),
+        tracked("activations, forward", peak("forward", "activations")),
+        tracked("activations, backward", peak("backward", "activations")),
+        tracked("optimizer's step", peak("optimizer", "bytes")),
+        tracked("peak", lambda n: size(held[n].peak_per_rank)),
+        number("of the GPU's", lambda n: share(held[n].peak_per_rank, limit)),
     )
-    rows = []
-    for name, found in held.items():
-        peaks = found.peaks
-        rows.append(
-            (
-                name,
-                size(found.parameters_per_rank + found.buffers_per_rank),
-                size(found.gradients_per_rank),
-                size(found.optimizer_per_rank),
-                *(
-                    size(peaks[p].activations) if p in peaks else ""
-                    for p in ("forward", "backward")
-                ),
-                size(peaks["optimizer"].bytes) if "optimizer" in peaks else "",
-                size(found.peak_per_rank),
-                share(found.peak_per_rank, limit),
-            )
-        )
-    return details("Memory as a table", table("Memory of a rank", columns, rows, stacked=True))
+    return details("Memory as a table", table("Memory of a rank", columns, held, stacked=True))
 
 
 # --- scaling
@@ -263,31 +256,26 @@ def _figure(
 
 
 def _scaling_table(runs: Sequence[DryRun], limit: float) -> Html:
+    def peak(run: DryRun, checkpointing: bool) -> str:
+        held = dict(_both(run)).get(checkpointing)
+        return "not run" if held is None else size(held.peak_per_rank)
+
+    def fits(run: DryRun) -> str:
+        found = [held.peak_per_rank <= limit for _, held in _both(run)]
+        return "yes" if all(found) else "with checkpointing" if any(found) else "no"
+
+    def part(run: DryRun) -> str:
+        return share(run.time.total.communication, run.time.total.seconds)
+
     columns = (
-        Column("tp"),
-        Column("step time", numeric=True, certainty="modelled"),
-        Column("communication", numeric=True, certainty="modelled"),
-        Column("share", numeric=True, certainty="modelled"),
-        Column("sent per rank", numeric=True, certainty="exact"),
-        Column("parameters of a rank", numeric=True, certainty="exact"),
-        Column("peak memory", numeric=True, certainty="tracked"),
-        Column("with checkpointing", numeric=True, certainty="tracked"),
-        Column("fits", certainty="tracked"),
+        Column("tp", lambda r: r.compiled.tp),
+        modelled("step time", lambda r: duration(r.time.total.seconds)),
+        modelled("communication", lambda r: duration(r.time.total.communication)),
+        modelled("share", part),
+        exact("sent per rank", lambda r: size(sum(c.bytes for c in r.collectives))),
+        exact("parameters of a rank", lambda r: size(r.memory.parameters_per_rank)),
+        tracked("peak memory", lambda r: peak(r, False)),
+        tracked("with checkpointing", lambda r: peak(r, True)),
+        Column("fits", fits, certainty="tracked"),
     )
-    rows = []
-    for run in runs:
-        held = dict(_both(run))
-        fits = [m.peak_per_rank <= limit for m in held.values()]
-        rows.append(
-            (
-                run.compiled.tp,
-                duration(run.time.total.seconds),
-                duration(run.time.total.communication),
-                share(run.time.total.communication, run.time.total.seconds),
-                size(sum(c.bytes for c in run.collectives)),
-                size(run.memory.parameters_per_rank),
-                *(size(held[c].peak_per_rank) if c in held else "not run" for c in (False, True)),
-                "yes" if all(fits) else "with checkpointing" if any(fits) else "no",
-            )
-        )
-    return details("Scaling as a table", table("Scaling over tp", columns, rows, stacked=True))
+    return details("Scaling as a table", table("Scaling over tp", columns, runs, stacked=True))

@@ -14,6 +14,7 @@ from string import Template
 
 import torch
 
+from tpplan.cost.memory import Memory
 from tpplan.cost.run import DryRun
 from tpplan.language import Plan
 from tpplan.render.capacity import memory, mode, scaling
@@ -29,6 +30,7 @@ from tpplan.render.markup import (
     table,
     tag,
 )
+from tpplan.render.markup import number as count
 from tpplan.render.sections import collectives, timeline
 from tpplan.render.tree import render_tree
 from tpplan.render.units import duration, number, size
@@ -155,25 +157,17 @@ def _key_figures(report: DryRun) -> Html:
         ),
         _card("Step time", "modelled", duration(report.time.total.seconds), *_times(report)),
     )
-    title = tag("h2", "Key figures", id="figures-title")
-    return tag(
-        "section",
-        title,
-        tag("div", *cards, _counts(report), class_="cards"),
-        id="figures",
-        aria_labelledby="figures-title",
-    )
+    return section("figures", "Key figures", tag("div", *cards, _counts(report), class_="cards"))
 
 
 def _peaks(report: DryRun) -> Iterator[str]:
-    found = ((p, peak.bytes) for p, peak in report.memory.peaks.items())
-    yield ", ".join(f"{phase} {size(most)}" for phase, most in found)
-    other = report.other_memory
-    if other is not None:
+    def peaks(held: Memory) -> str:
+        return ", ".join(f"{phase} {size(peak.bytes)}" for phase, peak in held.peaks.items())
+
+    yield peaks(report.memory)
+    if report.other_memory is not None:
         word = "without" if report.training.checkpointing else "with"
-        found = ((p, peak.bytes) for p, peak in other.peaks.items())
-        peaks = ", ".join(f"{phase} {size(most)}" for phase, most in found)
-        yield f"{word} activation checkpointing: {peaks}"
+        yield f"{word} activation checkpointing: {peaks(report.other_memory)}"
 
 
 def _times(report: DryRun) -> Iterator[str]:
@@ -198,12 +192,12 @@ def _card(title: str, certainty: Certainty, figure: str, *lines: object) -> Html
 
 def _counts(report: DryRun) -> Html:
     kinds = list(dict.fromkeys(kind for phase in PHASES for kind in report.counts(phase)))
-    columns = [Column("phase"), *(Column(k.replace("_", "-"), numeric=True) for k in kinds)]
-    rows = [
-        (phase.replace("_", " "), *(report.counts(phase).get(kind, 0) for kind in kinds))
-        for phase in PHASES
-    ]
-    shown = table("Collectives of one step, by phase", columns, rows, class_="compact")
+
+    def column(kind: str) -> Column:
+        return count(kind.replace("_", "-"), lambda phase: report.counts(phase).get(kind, 0))
+
+    columns = [Column("phase", lambda phase: phase.replace("_", " ")), *map(column, kinds)]
+    shown = table("Collectives of one step, by phase", columns, PHASES, class_="compact")
     return tag("div", tag("h3", "Collectives", badge("exact")), shown, class_="card wide")
 
 
@@ -257,12 +251,10 @@ _ABOUT: dict[Certainty, str] = {
 
 
 def _footer(report: DryRun, command: str | None) -> Html:
-    words = [tag("dt", badge(kind), id=f"about-{kind}") for kind in NOTES]
-    pairs = [
-        part
-        for kind, dt in zip(NOTES, words, strict=True)
-        for part in (dt, tag("dd", _ABOUT[kind]))
-    ]
+    pairs = (
+        join([tag("dt", badge(kind), id=f"about-{kind}"), tag("dd", _ABOUT[kind])])
+        for kind in NOTES
+    )
     content = [
         tag("h2", "About the numbers", id="about-title"),
         tag("dl", *pairs),
@@ -272,13 +264,8 @@ def _footer(report: DryRun, command: str | None) -> Html:
         stacks = ", ".join(
             f"{n} of {length} in {stack}" for stack, (n, length) in report.executed.items()
         )
-        content.append(
-            tag(
-                "p",
-                f"Of equal layers some were executed ({stacks}) and stand for the rest; that they "
-                "repeat was checked.",
-            )
-        )
+        said = f"Of equal layers some were executed ({stacks}) and stand for the rest"
+        content.append(tag("p", f"{said}; that they repeat was checked."))
     again = "The command that makes it again"
     if command is None:
         again += f", CONFIG being the configuration that this {report.model} was built from"
