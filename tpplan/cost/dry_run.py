@@ -13,17 +13,11 @@ from tpplan.compiled import CompiledPlan
 from tpplan.cost.hardware import DEFAULT, HardwareSource, load_hardware
 from tpplan.cost.run import DryRun
 from tpplan.language import FrozenMap, Plan, PlanError
-from tpplan.observe.shadow import call_for
+from tpplan.observe.shadow import Call, call_for
 from tpplan.planner import compile_plan
 from tpplan.planner.match import match
-from tpplan.simulate.execute import Call, Execution, Training, execute
-from tpplan.simulate.folding import (
-    Fold,
-    find_folds,
-    shortened_model,
-    unfolded,
-    unfolded_names,
-)
+from tpplan.simulate.execute import Execution, Training, execute
+from tpplan.simulate.folding import Fold, find_folds, shortened_model, unfolded, unfolded_names
 from tpplan.simulate.unfold import NotRepeatingError, unfold
 
 

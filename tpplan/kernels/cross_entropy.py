@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tpplan.kernels.launch import fused, jit, launch, power, rows_of, tl, vector
+from tpplan.kernels.launch import blocks, fused, jit, launch, power, rows_of, tl, vector, warps
 from tpplan.kernels.operator import operator
 
 _CHUNK = 8192  # columns of a row that are read at once
@@ -85,18 +85,6 @@ def _gradient_kernel(
             each *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
         grad += each
     tl.store(dx + row * v + columns, grad, mask=inside)
-
-
-def plan_statistics(v: int) -> tuple[Any, int, int]:
-    """The kernel for rows of ``v`` logits, its block, and how many warps run it."""
-    block = min(power(v), _CHUNK)
-    return _statistics_kernel, block, max(block // 512, 1)
-
-
-def plan_gradient(v: int) -> tuple[Any, int, int]:
-    """As ``plan_statistics``, for the gradient; a row is of as many programs as it has blocks."""
-    block = min(power(v), _GRADIENT)
-    return _gradient_kernel, block, max(block // 512, 1)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -198,25 +186,19 @@ def _statistics(
         logits.new_empty(rows if wanted else 0, dtype=torch.float32)
         for wanted in (True, True, True, smooth)
     )
-    kernel, block, warps = plan_statistics(v)
-    launch(kernel, (rows,))(
+    block = min(power(v), _CHUNK)
+    launch(_statistics_kernel, (rows,))(
         matrix, vector(target), vector(weight), largest, total, chosen, every, matrix.stride(0), v,
-        start, SMOOTH=smooth, WEIGHS=weight is not None, BLOCK=block, num_warps=warps,
+        start, SMOOTH=smooth, WEIGHS=weight is not None, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
     return largest, total, chosen, every
 
 
 @_statistics.register_fake
-def _statistics_fake(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    weight: torch.Tensor | None,
-    smooth: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, kind = logits.shape[0], _wide(logits.dtype)
-    largest, total, chosen = (logits.new_empty(rows, dtype=kind) for _ in range(3))
-    return largest, total, chosen, logits.new_empty(rows if smooth else 0, dtype=kind)
+def _statistics_fake(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    rows, smooth = logits.shape[0], rest[-1]
+    sizes = (rows, rows, rows, rows if smooth else 0)
+    return tuple(logits.new_empty(size, dtype=_wide(logits.dtype)) for size in sizes)
 
 
 @operator("tpplan::cross_entropy_gradient")
@@ -238,29 +220,17 @@ def _gradient(
     matrix = rows_of(logits)
     rows, v = matrix.shape
     dx = logits.new_empty(logits.shape)
-    kernel, block, warps = plan_gradient(v)
-    blocks = -(-v // block)
-    launch(kernel, (rows * blocks,))(
+    block = min(power(v), _GRADIENT)
+    across = blocks(v, block)
+    launch(_gradient_kernel, (rows * across,))(
         matrix, vector(target), vector(weight), vector(largest), vector(log_sum), vector(of_sum),
-        vector(of_target), vector(of_every), dx, matrix.stride(0), v, start, blocks,
-        SMOOTH=of_every is not None, WEIGHS=weight is not None, BLOCK=block, num_warps=warps,
+        vector(of_target), vector(of_every), dx, matrix.stride(0), v, start, across,
+        SMOOTH=of_every is not None, WEIGHS=weight is not None, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
     return dx
 
 
-@_gradient.register_fake
-def _gradient_fake(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    weight: torch.Tensor | None,
-    largest: torch.Tensor,
-    log_sum: torch.Tensor,
-    of_sum: torch.Tensor,
-    of_target: torch.Tensor,
-    of_every: torch.Tensor | None,
-) -> torch.Tensor:
-    return logits.new_empty(logits.shape)
+_gradient.register_fake(lambda logits, *_: logits.new_empty(logits.shape))
 
 
 def statistics(

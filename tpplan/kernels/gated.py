@@ -84,16 +84,6 @@ def _backward_both(
     tl.store(dup + row * du_row + columns, grad * value, mask=inside)
 
 
-def plan_forward(h: int) -> tuple[Any, int, int, int]:
-    """The kernel for ``h`` columns, rows and columns of its block, and how many warps run it."""
-    return _forward, *tile(h, 2048), 4
-
-
-def plan_backward(h: int) -> tuple[Any, int, int, int]:
-    """As ``plan_forward``, for the gradients."""
-    return _backward_both, *tile(h, 2048), 4
-
-
 def reference(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
     """What the kernel computes, by PyTorch's own ops."""
     return ACTIVATIONS[kind](gate) * up  # type: ignore[index]
@@ -110,10 +100,10 @@ def _multiply(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
         return reference(gate, up, kind).contiguous()
     g, u, h = rows_of(gate), rows_of(up), gate.shape[-1]
     y = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-    kernel, high, columns, warps = plan_forward(h)
-    launch(kernel, (blocks(g.shape[0], high) * blocks(h, columns),))(
+    high, columns = tile(h, 2048)
+    launch(_forward, (blocks(g.shape[0], high) * blocks(h, columns),))(
         g, u, y, g.stride(0), u.stride(0), g.shape[0], h,
-        KIND=kind, ROWS=high, COLUMNS=columns, num_warps=warps,
+        KIND=kind, ROWS=high, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -134,11 +124,15 @@ def _gradients(
         return
     grad, g, u, h = rows_of(dy), rows_of(gate), rows_of(up), gate.shape[-1]
     dg, du = dgate.view(-1, h), dup.view(-1, h)
-    kernel, high, columns, warps = plan_backward(h)
-    launch(kernel, (blocks(g.shape[0], high) * blocks(h, columns),))(
+    high, columns = tile(h, 2048)
+    launch(_backward_both, (blocks(g.shape[0], high) * blocks(h, columns),))(
         grad, g, u, dg, du, grad.stride(0), g.stride(0), u.stride(0), dg.stride(0), du.stride(0),
-        g.shape[0], h, KIND=kind, ROWS=high, COLUMNS=columns, num_warps=warps,
+        g.shape[0], h, KIND=kind, ROWS=high, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
 
 
 @operator("tpplan::gated")
@@ -155,16 +149,12 @@ def _gated_fake(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor
 def _gated_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    dgate, dup = _like(gate), _like(up)
     _gradients(dy, gate, up, kind, dgate, dup)
     return dgate, dup
 
 
-@_gated_backward.register_fake
-def _gated_backward_fake(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+_gated_backward.register_fake(lambda dy, gate, up, kind: (_like(gate), _like(up)))
 
 
 @operator("tpplan::gated_packed")
@@ -172,25 +162,19 @@ def _packed(x: torch.Tensor, kind: str, gate_first: bool) -> torch.Tensor:
     return _multiply(*_halves(x, gate_first), kind)
 
 
-@_packed.register_fake
-def _packed_fake(x: torch.Tensor, kind: str, gate_first: bool) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+_packed.register_fake(lambda x, *_: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)))
 
 
 @operator("tpplan::gated_packed_backward")
 def _packed_backward(
     dy: torch.Tensor, x: torch.Tensor, kind: str, gate_first: bool
 ) -> torch.Tensor:
-    dx = x.new_empty(x.shape)
+    dx = _like(x)
     _gradients(dy, *_halves(x, gate_first), kind, *_halves(dx, gate_first))
     return dx
 
 
-@_packed_backward.register_fake
-def _packed_backward_fake(
-    dy: torch.Tensor, x: torch.Tensor, kind: str, gate_first: bool
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
+_packed_backward.register_fake(lambda dy, x, *_: _like(x))
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:

@@ -127,17 +127,6 @@ def _backward_rows(
         tl.store(dbs + group.to(tl.int64) * h + lanes, tl.sum(db, 0), mask=lanes < h)
 
 
-def plan_forward(h: int) -> tuple[Any, int, int, int]:
-    """The kernel for ``h`` columns, rows and columns of its block, and how many warps run it."""
-    return _forward, *tile(h, 4096), 4
-
-
-def plan_backward(h: int) -> tuple[Any, int, int, int]:
-    """As ``plan_forward``, for the gradients; a program goes down the rows block by block."""
-    # rows that are not aligned need an address for each element, and registers for them
-    return _backward_rows, *tile(h, 2048), 4 if h % 16 == 0 else 8
-
-
 def reference(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
     """What the kernel computes, by PyTorch's own ops."""
     return F.gelu(_sum(x, bias), approximate=_name(tanh)).to(x.dtype)
@@ -159,17 +148,15 @@ def _gelu(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tenso
     matrix, h = rows_of(x), x.shape[-1]
     rows = matrix.shape[0]
     y = x.new_empty(x.shape)
-    kernel, high, columns, warps = plan_forward(h)
-    launch(kernel, (blocks(rows, high) * blocks(h, columns),))(
+    high, columns = tile(h, 4096)
+    launch(_forward, (blocks(rows, high) * blocks(h, columns),))(
         matrix, vector(bias), y, matrix.stride(0), rows, h,
-        SHIFTS=bias is not None, TANH=tanh, ROWS=high, COLUMNS=columns, num_warps=warps,
+        SHIFTS=bias is not None, TANH=tanh, ROWS=high, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return y
 
 
-@_gelu.register_fake
-def _gelu_fake(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
-    return x.new_empty(x.shape)
+_gelu.register_fake(lambda x, *_: x.new_empty(x.shape))
 
 
 @operator("tpplan::gelu_backward")
@@ -180,12 +167,14 @@ def _gelu_backward(
         return _reference_backward(dy, x, bias, tanh, shifts)
     grad, matrix, h = rows_of(dy), rows_of(x), x.shape[-1]
     rows = matrix.shape[0]
-    kernel, high, columns, warps = plan_backward(h)
+    high, columns = tile(h, 2048)
+    # rows that are not aligned need an address for each element, and registers for them
+    warps = 4 if h % 16 == 0 else 8
     across = blocks(h, columns)
     groups = groups_of(rows, high, across, x.device)
     dx = x.new_empty(x.shape)
     dbs = x.new_empty((groups if shifts else 0, h), dtype=torch.float32)
-    launch(kernel, (groups * across,))(
+    launch(_backward_rows, (groups * across,))(
         grad, matrix, vector(bias), dx, dbs, grad.stride(0), matrix.stride(0), rows, h,
         SHIFTS=bias is not None, TANH=tanh, DB=shifts, ROWS=high, COLUMNS=columns, num_warps=warps,
     )  # fmt: skip

@@ -97,6 +97,11 @@ def blocks(n: int, size: int) -> int:
     return -(-n // size)
 
 
+def warps(block: int) -> int:
+    """How many of them run a program on ``block`` elements, 16 to a thread."""
+    return max(block // 512, 1)
+
+
 def groups_of(rows: int, high: int, across: int, device: torch.device) -> int:
     """How many programs share out the rows, where each has sums over its own to write.
 

@@ -22,27 +22,19 @@ from tpplan.kernels.launch import (
     launch,
     processors,
     rows_of,
+    tile,
     vector,
+    wide,
 )
 from tpplan.kernels.norm_bodies import (
+    CHUNK,
     backward_columns,
     backward_sums,
     backward_whole,
     plan_backward,
-    plan_columns,
     plan_forward,
-    plan_sums,
 )
 from tpplan.kernels.operator import operator
-
-
-def _centred(x: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
-    """Less the means of its rows, in at least float32."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    if means.numel() == 0:
-        return wide
-    pairs = means.reshape(*x.shape[:-1], 2)
-    return wide - pairs[..., :1] - pairs[..., 1:]
 
 
 def reference(
@@ -55,7 +47,7 @@ def reference(
     early: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the kernel computes, by PyTorch's own ops: the norm, and each row's statistics."""
-    top = x if x.dtype == torch.float64 else x.float()
+    top = wide(x)
     means = top.new_empty(0)
     if centred:
         mean = top.mean(-1, keepdim=True)
@@ -172,18 +164,17 @@ def _norm_backward(
         )  # fmt: skip
     else:
         sums = torch.empty(2 * rows, dtype=torch.float32, device=x.device)
-        block, warps = plan_sums()
         launch(backward_sums, (rows,))(
             grad, matrix, scale, means, rstds, sums, *strides[:2], h, OFFSET=offset,
-            CENTRED=centred, SCALES=weight is not None, BLOCK=block, num_warps=warps,
+            CENTRED=centred, SCALES=weight is not None, BLOCK=CHUNK, num_warps=4,
         )  # fmt: skip
-        high, columns, warps = plan_columns(h)
+        high, columns = tile(h, 2048)
         across = blocks(h, columns)
         groups = groups_of(rows, high, across, x.device)
         dws, dbs = partial(groups)
         launch(backward_columns, (groups * across,))(
             grad, matrix, scale, means, rstds, sums, more, dx, dws, dbs, *strides, rows, h,
-            **choices, ROWS=high, COLUMNS=columns, num_warps=warps,
+            **choices, ROWS=high, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return dx, dws.sum(0) if scales else dws[0:0, 0], dbs.sum(0) if shifts else dbs[0:0, 0]
 
@@ -200,10 +191,11 @@ def _reference_backward(
     scales: bool,
     shifts: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    each = (*x.shape[:-1], 1)
-    centred = means.numel() > 0
-    rstd = rstds.reshape(each)
-    unit = _centred(x, means) * rstd
+    centred, rstd, unit = means.numel() > 0, rstds.reshape(*x.shape[:-1], 1), wide(x)
+    if centred:
+        pairs = means.reshape(*x.shape[:-1], 2)
+        unit = unit - pairs[..., :1] - pairs[..., 1:]
+    unit = unit * rstd
     grad = dy.to(unit.dtype)
     scaled = grad if weight is None else grad * (weight.to(unit.dtype) + offset)
     dx = scaled - unit * (scaled * unit).mean(-1, keepdim=True)
@@ -221,24 +213,9 @@ def _reference_backward(
 
 
 @_norm_backward.register_fake
-def _norm_backward_fake(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    means: torch.Tensor,
-    rstds: torch.Tensor,
-    dtotal: torch.Tensor | None,
-    offset: float,
-    early: bool,
-    scales: bool,
-    shifts: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    h = x.shape[-1]
-    return (
-        x.new_empty(x.shape),
-        rstds.new_empty(h if scales else 0),
-        rstds.new_empty(h if shifts else 0),
-    )
+def _norm_backward_fake(dy: Any, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    _, _, rstds, _, _, _, *wanted = rest  # of the weight's gradient and the bias's, which
+    return x.new_empty(x.shape), *(rstds.new_empty(x.shape[-1] if w else 0) for w in wanted)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -267,25 +244,14 @@ def _backward(
         if ctx.adds and dx is not None and dtotal is not None:
             dx = dx + dtotal
     else:
-        wanted = [
-            t is not None and need
-            for t, need in zip((weight, bias), ctx.needs_input_grad[2:4], strict=True)
-        ]
-        dx, *rest = _norm_backward(
-            dy,
-            x,
-            weight,
-            means,
-            rstds,
-            dtotal if ctx.adds else None,
-            ctx.offset,
-            ctx.early,
-            *wanted,
+        more = dtotal if ctx.adds else None
+        needed = zip((weight, bias), ctx.needs_input_grad[2:4], strict=True)
+        scale, shift = (t if need else None for t, need in needed)
+        wanted = scale is not None, shift is not None
+        dx, dw, db = _norm_backward(
+            dy, x, weight, means, rstds, more, ctx.offset, ctx.early, *wanted
         )
-        dw, db = (
-            grad.to(t.dtype) if want else None
-            for grad, t, want in zip(rest, (weight, bias), wanted, strict=True)
-        )
+        dw, db = (None if t is None else g.to(t.dtype) for g, t in ((dw, scale), (db, shift)))
     return dx, dx if ctx.adds else None, dw, db, None, None, None, None
 
 

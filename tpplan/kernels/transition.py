@@ -16,7 +16,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tpplan.kernels.launch import FLOATS, fused, jit, launch, power, tl, vector, wide
+from tpplan.kernels.launch import (
+    FLOATS,
+    blocks,
+    fused,
+    jit,
+    launch,
+    power,
+    tl,
+    vector,
+    warps,
+    wide,
+)
 from tpplan.kernels.operator import operator
 
 _BLOCK = 4096  # elements of one program
@@ -47,22 +58,16 @@ def _move_kernel(
         tl.store(whole + lanes, values, mask=lanes < filled)
 
 
-def plan(run: int) -> tuple[Any, int, int]:
-    """The kernel for chunks of ``run`` elements, its block, and how many warps run it."""
-    block = min(power(run), _BLOCK)
-    return _move_kernel, block, max(block // 512, 1)
-
-
 def _move(
     packed: torch.Tensor, whole: torch.Tensor, packs: bool, bias: torch.Tensor | None = None
 ) -> None:
     ranks, batch, chunk, width = packed.shape
     rows = chunk if bias is None else 1  # where a program has a bias, it has columns of one row
-    kernel, block, warps = plan(rows * width)
-    blocks = -(-rows * width // block)
-    launch(kernel, (ranks * batch * (chunk // rows) * blocks,))(
-        packed, whole, vector(bias), batch, chunk, rows, whole.shape[1], width, blocks, 1 / ranks,
-        PACKS=packs, SHIFTS=bias is not None, BLOCK=block, num_warps=warps,
+    block = min(power(rows * width), _BLOCK)
+    across = blocks(rows * width, block)
+    launch(_move_kernel, (ranks * batch * (chunk // rows) * across,))(
+        packed, whole, vector(bias), batch, chunk, rows, whole.shape[1], width, across, 1 / ranks,
+        PACKS=packs, SHIFTS=bias is not None, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
 
 
@@ -92,13 +97,13 @@ def reference_pack(
 def _unpack(packed: torch.Tensor, length: int) -> torch.Tensor:
     if not fused(packed) or length == 0:
         return reference_unpack(packed, length)
-    out = packed.new_empty((packed.shape[1], length, packed.shape[3]))
+    out = _unpacked(packed, length)
     _move(packed.contiguous(), out, packs=False)
     return out
 
 
 @_unpack.register_fake
-def _unpack_fake(packed: torch.Tensor, length: int) -> torch.Tensor:
+def _unpacked(packed: torch.Tensor, length: int) -> torch.Tensor:
     return packed.new_empty((packed.shape[1], length, packed.shape[3]))
 
 
@@ -108,13 +113,13 @@ def _pack(
 ) -> torch.Tensor:
     if not fused(whole, bias) or dtype not in FLOATS:
         return reference_pack(whole, bias, ranks, chunk, dtype)
-    out = whole.new_empty((ranks, whole.shape[0], chunk, whole.shape[2]), dtype=dtype)
+    out = _packed(whole, bias, ranks, chunk, dtype)
     _move(out, whole.contiguous(), packs=True, bias=bias)
     return out
 
 
 @_pack.register_fake
-def _pack_fake(
+def _packed(
     whole: torch.Tensor, bias: torch.Tensor | None, ranks: int, chunk: int, dtype: torch.dtype
 ) -> torch.Tensor:
     return whole.new_empty((ranks, whole.shape[0], chunk, whole.shape[2]), dtype=dtype)

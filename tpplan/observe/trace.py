@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -100,15 +101,12 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []
 
     def number(self, tensor: torch.Tensor) -> int:
-        known = self._numbers.get(id(tensor))
-        if known is not None:
-            return known
-        number = len(self._alive)
-        self._numbers[id(tensor)] = number
-        self._alive.append(tensor)
-        self.trace.shapes[number] = tuple(int(n) for n in tensor.shape)
-        if tensor.is_floating_point():
-            self.trace.floating.add(number)
+        number = self._numbers.setdefault(id(tensor), len(self._alive))
+        if number == len(self._alive):
+            self._alive.append(tensor)
+            self.trace.shapes[number] = tuple(int(n) for n in tensor.shape)
+            if tensor.is_floating_point():
+                self.trace.floating.add(number)
         return number
 
     def numbers(self, values: Any) -> tuple[int, ...]:
@@ -161,18 +159,15 @@ def record(
     for name, parameter in shadow.named_parameters(remove_duplicate=False):
         recorder.trace.parameters.setdefault(recorder.number(parameter), name)
     recorder.trace.buffers.update(recorder.number(buffer) for buffer in shadow.buffers())
-    handles = []
-    for path, module in shadow.named_modules():
-        before, after = _hooks(recorder, path, module)
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(after))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path, module in shadow.named_modules():
+            before, after = _hooks(recorder, path, module)
+            first = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            hooks.enter_context(first)
+            hooks.enter_context(module.register_forward_hook(after))
         with mode, torch.no_grad(), quiet(), unfused(), recorder:
             fake_args, fake_kwargs = fake_inputs(mode, (args, dict(kwargs)))
             shadow(*fake_args, **fake_kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return recorder.trace
 
 

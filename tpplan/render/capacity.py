@@ -15,7 +15,7 @@ from tpplan.render.markup import (
     details,
     exact,
     modelled,
-    number,
+    numeric,
     section,
     share,
     table,
@@ -152,7 +152,7 @@ def _memory_table(held: Mapping[str, Memory], limit: float) -> Html:
         tracked("activations, backward", peak("backward", "activations")),
         tracked("optimizer's step", peak("optimizer", "bytes")),
         tracked("peak", lambda n: size(held[n].peak_per_rank)),
-        number("of the GPU's", lambda n: share(held[n].peak_per_rank, limit)),
+        numeric("of the GPU's", lambda n: share(held[n].peak_per_rank, limit)),
     )
     return details("Memory as a table", table("Memory of a rank", columns, held, stacked=True))
 

@@ -177,7 +177,7 @@ def stacked_bars(
         for class_, part, value in stack.parts:
             if value > 0:
                 told = tag("title", f"{stack.name}, {part}: {shown(value)}")
-                box = {"x": at(start), "y": _n(y + 21), "width": at(value), "height": 18}
+                box = {"x": at(start), "y": _n(y + 21), "width": at(value), "height": "18"}
                 parts.append(tag("rect", told, **box, class_=class_))
             start += value
         if limit is not None:
@@ -245,7 +245,7 @@ def line_chart(
         parts.append(tag("polyline", points=points, class_=f"line {line.class_}"))
         for x, y in line.points:
             told = tag("title", f"{line.name}, tp {x:g}: {shown(y)}")
-            place = {"cx": _n(across(x)), "cy": _n(up(y)), "r": 5 if x == marked else 3}
+            place = {"cx": _n(across(x)), "cy": _n(up(y)), "r": "5" if x == marked else "3"}
             parts.append(tag("circle", told, **place, class_=f"point {line.class_}"))
     return _svg(name, title, description, (_WIDTH, _HEIGHT), join(parts))
 

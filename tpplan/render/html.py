@@ -25,12 +25,12 @@ from tpplan.render.markup import (
     Html,
     badge,
     join,
+    numeric,
     section,
     share,
     table,
     tag,
 )
-from tpplan.render.markup import number as count
 from tpplan.render.sections import collectives, timeline
 from tpplan.render.tree import render_tree
 from tpplan.render.units import duration, number, size
@@ -194,7 +194,7 @@ def _counts(report: DryRun) -> Html:
     kinds = list(dict.fromkeys(kind for phase in PHASES for kind in report.counts(phase)))
 
     def column(kind: str) -> Column:
-        return count(kind.replace("_", "-"), lambda phase: report.counts(phase).get(kind, 0))
+        return numeric(kind.replace("_", "-"), lambda phase: report.counts(phase).get(kind, 0))
 
     columns = [Column("phase", lambda phase: phase.replace("_", " ")), *map(column, kinds)]
     shown = table("Collectives of one step, by phase", columns, PHASES, class_="compact")

@@ -80,10 +80,10 @@ class Column:
         return f"{self.title} · {self.certainty}" if self.certainty else self.title
 
 
-number = partial(Column, numeric=True)
-exact = partial(number, certainty="exact")
-tracked = partial(number, certainty="tracked")
-modelled = partial(number, certainty="modelled")
+numeric = partial(Column, numeric=True)
+exact = partial(numeric, certainty="exact")
+tracked = partial(numeric, certainty="tracked")
+modelled = partial(numeric, certainty="modelled")
 
 
 def table(

@@ -16,7 +16,7 @@ from tpplan.render.markup import (
     badge,
     details,
     modelled,
-    number,
+    numeric,
     scrolling,
     section,
     table,
@@ -54,10 +54,10 @@ def _phase(report: DryRun, phase: str) -> Html:
     columns = (
         Column("module", lambda c: c.module or "(model)", code=True),
         Column("collective", lambda c: c.kind.replace("_", "-")),
-        number("count", lambda c: groups[c]),
+        numeric("count", lambda c: groups[c]),
         Column("shape", lambda c: f"{times(c.shape)} {c.dtype}"),
-        number("each", lambda c: size(c.bytes)),
-        number("total", lambda c: size(groups[c] * c.bytes)),
+        numeric("each", lambda c: size(c.bytes)),
+        numeric("total", lambda c: size(groups[c] * c.bytes)),
         Column("for", lambda c: c.reason),
         Column("rule", lambda c: c.rule or "", code=True),
     )
