@@ -78,9 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     _how_trained(dry_run)
     dry_run.add_argument("--batch", type=_positive, default=1)
     dry_run.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
-    dry_run.add_argument(
-        "--html", metavar="FILE", help="write the report as a page, with other sizes beside it"
-    )
+    page = "write the report as a page, with other sizes beside it"
+    dry_run.add_argument("--html", metavar="FILE", help=page)
 
     advise = command("advise", _advise, "how to share out GPUs: tensor, data, pipeline parallelism")
     _plan_and_model(advise, tp=None, sized=False)

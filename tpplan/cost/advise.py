@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
 from tpplan.cost.costs import collective_seconds, send_seconds
 from tpplan.cost.dry_run import Setting, dry_run
-from tpplan.cost.hardware import Hardware
+from tpplan.cost.hardware import Hardware, Link
 from tpplan.cost.memory import Memory, parameter_bytes
 from tpplan.cost.run import DryRun
 from tpplan.cost.timing import TimeSummary, summarize
@@ -126,19 +125,14 @@ def advise(
     for tp in (n for n in SIZES if n <= task.gpus):
         found: list[Choice] = []
         notes: list[str] = []
-        for mode in _modes(setting, tp):
+        modes = (False, True) if tp > 1 and setting.plan.sequence_parallel else (False,)
+        for mode in modes:
             told(f"tp {tp}, {'TP+SP' if mode else 'TP'}")
+            chosen, batch = replace(setting, tp=tp, sequence_parallel=mode), task.micro_batch
             try:
-                report = dry_run(
-                    model,
-                    replace(setting, tp=tp, sequence_parallel=mode),
-                    task.micro_batch,
-                    task.seq,
-                    training,
-                    hardware=hardware,
-                )
+                report = dry_run(model, chosen, batch, task.seq, training, hardware=hardware)
             except PlanError as error:
-                notes.append(_first_line(error))
+                notes.append(error.diagnostics[0].message)
                 break
             found += _shared_out(report, task, hardware)
             notes = _costs(report, hardware)
@@ -150,15 +144,6 @@ def advise(
     return Survey(name, plan, hardware, task, tuple(sizes), tuple(choices))
 
 
-def _modes(setting: Setting, tp: int) -> tuple[bool, ...]:
-    return (False, True) if tp > 1 and setting.plan.sequence_parallel else (False,)
-
-
-def _first_line(error: PlanError) -> str:
-    first = error.diagnostics[0]
-    return first.message
-
-
 def _costs(report: DryRun, hardware: Hardware) -> list[str]:
     """What is particular about a size."""
     tp, notes = report.compiled.tp, []
@@ -168,11 +153,8 @@ def _costs(report: DryRun, hardware: Hardware) -> list[str]:
             f"crosses the node of {hardware.node}: its collectives go over the network, "
             f"{100 * share:.0f} % of the time"
         )
-    copies = [
-        entry
-        for entry in report.compiled.parameters.values()
-        if isinstance(entry.placement, Rows) and entry.placement.shared()
-    ]
+    entries = report.compiled.parameters.values()
+    copies = [e for e in entries if isinstance(e.placement, Rows) and e.placement.shared()]
     if copies:
         each = sum(parameter_bytes(e, e.local_shape) for e in copies)
         even = sum(parameter_bytes(e, e.shape) for e in copies) / tp
@@ -198,12 +180,10 @@ def _fastest(choices: Iterable[Choice]) -> Choice | None:
 def _shared_out(report: DryRun, task: Task, hardware: Hardware) -> Iterable[Choice]:
     """The choices of one size and mode: pipelines and data parallelism share what is left."""
     stage = _Stages(report)
-    runs: list[tuple[bool, Memory, TimeSummary]] = [
-        (report.training.checkpointing, report.memory, report.time)
-    ]
+    run = report.training.checkpointing
+    runs: list[tuple[bool, Memory, TimeSummary]] = [(run, report.memory, report.time)]
     if report.other is not None and report.other_memory is not None:
-        time = summarize(report.other.steps, hardware)
-        runs.append((not report.training.checkpointing, report.other_memory, time))
+        runs.append((not run, report.other_memory, summarize(report.other.steps, hardware)))
     left = task.gpus // report.compiled.tp
     for pp in (n for n in SIZES if n <= min(left, stage.elements)):
         dp = left // pp
@@ -323,5 +303,5 @@ class _Stages:
         whole = max(set(shapes), key=shapes.count, default=0)
         return whole / (compiled.tp if compiled.sequence_parallel else 1)
 
-    def _between(self, hardware: Hardware) -> Any:
+    def _between(self, hardware: Hardware) -> Link:
         return hardware.network if self.report.compiled.tp >= hardware.node else hardware.link

@@ -33,9 +33,8 @@ class Setting:
 
     def compile(self, model: nn.Module) -> CompiledPlan:
         """The plan, compiled onto ``model``."""
-        return compile_plan(
-            model, self.plan, self.tp, self.sequence_parallel, self.kernels, self.inputs
-        )
+        how = (self.sequence_parallel, self.kernels, self.inputs)
+        return compile_plan(model, self.plan, self.tp, *how)
 
 
 def with_labels(model: nn.Module, inputs: Any, batch: int, seq: int) -> dict[str, Any]:
@@ -90,19 +89,8 @@ def dry_run(
 
         found = compiled, whole(training), _other(whole, training)
     compiled, run, other = found
-    buffers = {id(b): b.numel() * b.element_size() for b in model.buffers()}
-    return DryRun(
-        type(model).__name__,
-        compiled,
-        batch,
-        seq,
-        sum(buffers.values()),
-        training,
-        run,
-        other,
-        executed,
-        timed_on,
-    )
+    name, buffers = type(model).__name__, sum(b.nbytes for b in model.buffers())
+    return DryRun(name, compiled, batch, seq, buffers, training, run, other, executed, timed_on)
 
 
 def _stacks(compiled: CompiledPlan) -> tuple[str, ...]:

@@ -97,13 +97,13 @@ def reference_pack(
 def _unpack(packed: torch.Tensor, length: int) -> torch.Tensor:
     if not fused(packed) or length == 0:
         return reference_unpack(packed, length)
-    out = _unpacked(packed, length)
+    out = packed.new_empty((packed.shape[1], length, packed.shape[3]))
     _move(packed.contiguous(), out, packs=False)
     return out
 
 
 @_unpack.register_fake
-def _unpacked(packed: torch.Tensor, length: int) -> torch.Tensor:
+def _unpack_fake(packed: torch.Tensor, length: int) -> torch.Tensor:
     return packed.new_empty((packed.shape[1], length, packed.shape[3]))
 
 
@@ -113,13 +113,13 @@ def _pack(
 ) -> torch.Tensor:
     if not fused(whole, bias) or dtype not in FLOATS:
         return reference_pack(whole, bias, ranks, chunk, dtype)
-    out = _packed(whole, bias, ranks, chunk, dtype)
+    out = whole.new_empty((ranks, whole.shape[0], chunk, whole.shape[2]), dtype=dtype)
     _move(out, whole.contiguous(), packs=True, bias=bias)
     return out
 
 
 @_pack.register_fake
-def _packed(
+def _pack_fake(
     whole: torch.Tensor, bias: torch.Tensor | None, ranks: int, chunk: int, dtype: torch.dtype
 ) -> torch.Tensor:
     return whole.new_empty((ranks, whole.shape[0], chunk, whole.shape[2]), dtype=dtype)

@@ -194,12 +194,12 @@ def _written(edit: _Edit, shape: _Shape, shapes: Sequence[_Shape]) -> str:
     siblings = {
         s.names[index] for s in shapes if len(s.names) > index and s.names[:index] == prefix
     }
-    chosen: dict[str, None] = {}
+    chosen = []
     for segment in piece.alternatives:
         name = max(sorted(siblings), key=lambda sibling: _ratio(segment.text, sibling))
-        if _ratio(segment.text, name) >= _LEAST_SIMILAR:
-            chosen[name] = None
-    return _joined(list(chosen)) if chosen else shape.names[index]
+        if _ratio(segment.text, name) >= _LEAST_SIMILAR and name not in chosen:
+            chosen.append(name)
+    return _joined(chosen) if chosen else shape.names[index]
 
 
 def _joined(names: list[str]) -> str:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from tpplan.language.diagnostics import (
-    Diagnostic,
-    Position,
-    TextError,
-    did_you_mean,
-    quoted,
-)
+from tpplan.language.diagnostics import Position, Reporter, TextError, did_you_mean, quoted
 from tpplan.language.expressions import Expression
 from tpplan.language.patterns import Pattern
 from tpplan.language.plan import FrozenMap
@@ -22,21 +16,8 @@ _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _FLAGS = {"true": True, "false": False}
 
 
-class Values:
+class Values(Reporter):
     """Reads nodes. Every method returns None where it reported a problem."""
-
-    def __init__(self) -> None:
-        self.problems: list[Diagnostic] = []
-
-    def report(
-        self,
-        message: str,
-        position: Position,
-        hint: str | None = None,
-        related: Iterable[tuple[str, Position]] = (),
-    ) -> None:
-        """Note a problem."""
-        self.problems.append(Diagnostic(message, position, hint, tuple(related)))
 
     def mismatch(self, node: Node, what: str, wanted: str, hint: str | None = None) -> None:
         """Note that ``node`` is not what is ``wanted``."""

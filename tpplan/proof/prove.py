@@ -24,11 +24,10 @@ from tpplan.compat import quiet, simulate, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.shadow import call_for, shortened
+from tpplan.observe.shadow import Call, call_for, shortened
 from tpplan.observe.twins import same_randomness
 from tpplan.planner.match import fold
 from tpplan.proof.calls import (
-    Call,
     drawn_where_alike,
     length_of,
     loud,

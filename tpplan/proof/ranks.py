@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import local_of
 from tpplan.compiled import CompiledPlan
-from tpplan.proof.calls import Call
+from tpplan.observe.shadow import Call
 from tpplan.proof.step import outputs_of
 from tpplan.rewrite import apply
 from tpplan.simulate.recorder import Recorder

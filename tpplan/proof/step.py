@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tpplan.comm.placements import along_tp
 from tpplan.compat import local_of, unmoded
 from tpplan.layout import Rows
-from tpplan.proof.calls import Call
+from tpplan.observe.shadow import Call
 
 TOLERANCE = 1e-7
 

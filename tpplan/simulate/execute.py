@@ -103,9 +103,8 @@ def execute(
         held: Mapping[str, int] = {}
         if training.optimizer is not None:
             with tracker.during("optimizer"):
-                held = take_step(
-                    shadow, training.optimizer, training.max_norm, training.master_weights
-                )
+                how = (training.optimizer, training.max_norm, training.master_weights)
+                held = take_step(shadow, *how)
     return Execution(tracker.steps(), held)
 
 

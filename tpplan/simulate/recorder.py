@@ -92,9 +92,7 @@ class Recorder(Observer):
         outside = site is None
         if site is None:
             site = _STEPPING if self.phase == "optimizer" else _OUTSIDE
-        given = tensors_in(args)
-        made = tensors_in(out) or given
-        tensor = max((*given, *made), key=lambda t: t.numel())
+        tensor = max(tensors_in((args, out)), key=torch.Tensor.numel)
         group = _group(func, args, kwargs)
         shape = tuple(int(n) for n in tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")

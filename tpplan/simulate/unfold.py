@@ -70,12 +70,13 @@ def _repeated(
 
     for index, renames in order:
         element = steps[index].element
-        own = element is not None and element.stack == fold.stack
-        if own and element is not None and fold.repeats(element.index):
+        if element is not None and element.stack != fold.stack:
+            element = None
+        if element is not None and fold.repeats(element.index):
             block.append(index)
             continue
         close()
-        if own and element is not None:
+        if element is not None:
             before = element.index
             if element.index >= fold.start + fold.period:
                 renames = [*renames, *_shifted(steps[index], fold, n)]
