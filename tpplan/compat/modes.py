@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from tpplan.compat.replaced import there
 

@@ -101,11 +101,7 @@ def _stacks(compiled: CompiledPlan) -> tuple[str, ...]:
 
 
 def _folded(
-    model: nn.Module,
-    setting: Setting,
-    call: Call,
-    training: Training,
-    folds: tuple[Fold, ...],
+    model: nn.Module, setting: Setting, call: Call, training: Training, folds: tuple[Fold, ...]
 ) -> tuple[CompiledPlan, Execution, Execution | None] | None:
     """As executed on short models; None where those do not tell about the long one."""
     stacks = tuple(fold.stack for fold in folds)

@@ -16,18 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tpplan.kernels.launch import (
-    FLOATS,
-    blocks,
-    fused,
-    jit,
-    launch,
-    power,
-    tl,
-    vector,
-    warps,
-    wide,
-)
+from tpplan.kernels.launch import FLOATS, blocks, fused, jit, launch, power, tl, vector, warps, wide
 from tpplan.kernels.operator import operator
 
 _BLOCK = 4096  # elements of one program

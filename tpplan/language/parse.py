@@ -17,14 +17,7 @@ from tpplan.language.diagnostics import (
 )
 from tpplan.language.plan import FrozenMap, Plan, Rule
 from tpplan.language.source import Broken, MappingNode, Node, Scalar, ScalarKind, read_tree
-from tpplan.language.styles import (
-    KERNEL_CHOICES,
-    KERNEL_KINDS,
-    KEYS,
-    REMOVE,
-    STYLES,
-    VERSION,
-)
+from tpplan.language.styles import KERNEL_CHOICES, KERNEL_KINDS, KEYS, REMOVE, STYLES, VERSION
 from tpplan.language.values import Values
 
 MAX_EXTENDS = 8

@@ -211,11 +211,7 @@ class Values(Reporter):
         return None
 
     def by_identifier(
-        self,
-        node: Node,
-        what: str,
-        option: Option,
-        read: Callable[[Node, str], int | str | None],
+        self, node: Node, what: str, option: Option, read: Callable[[Node, str], int | str | None]
     ) -> FrozenMap[object] | None:
         """A mapping from the names of attributes or arguments."""
         entries = self.mapping(node, what, option.kind.value)

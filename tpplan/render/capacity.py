@@ -22,7 +22,7 @@ from tpplan.render.markup import (
     tag,
     tracked,
 )
-from tpplan.render.units import duration, size
+from tpplan.render.units import duration, scaled, size
 
 
 def mode(report: DryRun) -> str:
@@ -54,10 +54,7 @@ def memory(report: DryRun, others: Sequence[DryRun]) -> Html:
         "p",
         "The most that a rank holds, at the peak of forward and backward, and what the optimizer's "
         "step needs beyond that. Parameters, gradients and optimizer state are ",
-        badge("exact"),
-        ", activations and temporaries ",
-        badge("tracked"),
-        ".",
+        *(badge("exact"), ", activations and temporaries ", badge("tracked"), "."),
     )
     memory_of_gpu = f"a GPU's memory: {size(limit)} ({report.hardware.name})"
     if shown is None:
@@ -89,20 +86,15 @@ def _bars(name: str, title: str, held: Mapping[str, Memory], limit: float | None
 
 def _round_size(count: float) -> str:
     """A power of two of bytes, short."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:g} {unit}"
-        count /= 1024
-    return f"{count:g} TiB"
+    unit, value = scaled(count, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return f"{value:g} {unit}"
 
 
 def _variants(report: DryRun, others: Sequence[DryRun]) -> Iterator[tuple[str, Memory]]:
     tp = report.compiled.tp
     chosen = {_variant(r): r for r in (report, *others) if r.compiled.tp in (1, tp)}
-    order = sorted(chosen, key=lambda key: (key != _WHOLE, len(key)))
-    for name in order:
-        found = chosen[name]
-        for checkpointed, held in _both(found):
+    for name in sorted(chosen, key=lambda key: (key != _WHOLE, len(key))):
+        for checkpointed, held in _both(chosen[name]):
             yield name + (", checkpointing" if checkpointed else ""), held
 
 
@@ -176,14 +168,10 @@ def scaling(report: DryRun, others: Sequence[DryRun]) -> Html:
 def _curves(report: DryRun, runs: Sequence[DryRun]) -> list[Html]:
     limit = report.hardware.memory
     peaks = []
-    for class_, name, wanted in (
-        ("first", "without activation checkpointing", False),
-        ("second", "with activation checkpointing", True),
-    ):
-        found = [(r.compiled.tp, m) for r in runs for c, m in _both(r) if c == wanted]
-        if found:
-            points = tuple((float(tp), float(m.peak_per_rank)) for tp, m in found)
-            peaks.append(charts.Line(class_, name, points))
+    for class_, word, wanted in (("first", "without", False), ("second", "with", True)):
+        found = ((r.compiled.tp, m.peak_per_rank) for r in runs for c, m in _both(r) if c == wanted)
+        if points := tuple((float(tp), float(peak)) for tp, peak in found):
+            peaks.append(charts.Line(class_, f"{word} activation checkpointing", points))
     lead = tag(
         "p",
         f"Batch {report.batch}, sequence {report.seq}, {mode(report)}, on {report.hardware.name} "
@@ -191,8 +179,9 @@ def _curves(report: DryRun, runs: Sequence[DryRun]) -> list[Html]:
         "which halving with each doubling of tp is a straight line.",
     )
     bound = ("a GPU's memory", limit)
-    times = _times(runs)
-    fastest = min(seconds for _, seconds in times.points)
+    steps = tuple((float(r.compiled.tp), r.time.total.seconds) for r in runs)
+    times = charts.Line("first", "time of a step", steps)
+    fastest = min(seconds for _, seconds in steps)
     unit = next((u for u in (1.0, 1e-3) if fastest >= u), 1e-6)
     made = [
         _figure(report, "Step time", "modelled", [times], duration, duration, unit),
@@ -200,11 +189,6 @@ def _curves(report: DryRun, runs: Sequence[DryRun]) -> list[Html]:
         _figure(report, "Communication", "modelled", _shares(runs), _percent, _percent, None),
     ]
     return [lead, tag("div", *made, class_="charts"), _scaling_table(runs, limit)]
-
-
-def _times(runs: Sequence[DryRun]) -> charts.Line:
-    points = tuple((float(r.compiled.tp), r.time.total.seconds) for r in runs)
-    return charts.Line("first", "time of a step", points)
 
 
 def _shares(runs: Sequence[DryRun]) -> list[charts.Line]:
@@ -239,17 +223,9 @@ def _figure(
         f"{line.name}: " + ", ".join(f"tp {x:g} {shown(y)}" for x, y in line.points)
         for line in lines
     )
-    chart = charts.line_chart(
-        f"scaling-{title.lower().replace(' ', '-')}",
-        f"{title} over tp",
-        described,
-        lines,
-        shown,
-        axis,
-        base,
-        float(report.compiled.tp),
-        limit,
-    )
+    name, marked = f"scaling-{title.lower().replace(' ', '-')}", float(report.compiled.tp)
+    texts = (name, f"{title} over tp", described)
+    chart = charts.line_chart(*texts, lines, shown, axis, base, marked, limit)
     meanings = {line.class_: line.name for line in lines}
     key = charts.legend(meanings | ({"limit": limit[0]} if limit else {}))
     return tag("div", tag("h3", title, " ", badge(certainty)), chart, key, class_="chart")

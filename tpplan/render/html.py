@@ -115,25 +115,19 @@ def _header(report: DryRun) -> Html:
     )
     shown = (tag("li", f"{name} ", tag("b", value)) for name, value in facts)
     links = (tag("li", tag("a", title, href=f"#{name}")) for name, title in _SECTIONS.items())
-    return join(
-        [
-            tag("h1", report.model),
-            tag("ul", *shown, class_="facts"),
-            tag("nav", tag("ul", *links), aria_label="Sections"),
-        ],
-        "\n",
-    )
+    navigation = tag("nav", tag("ul", *links), aria_label="Sections")
+    return join([tag("h1", report.model), tag("ul", *shown, class_="facts"), navigation], "\n")
 
 
 def _key_figures(report: DryRun) -> Html:
     held, limit = report.memory, report.hardware.memory
     total, mine = report.parameter_counts["total"], report.parameter_counts["per_rank"]
     peak = held.peak_per_rank
-    fits = tag("span", "fits", class_="good")
-    if peak > limit:
-        fits = tag("span", "does not fit", class_="bad")
+    word, class_ = ("fits", "good") if peak <= limit else ("does not fit", "bad")
+    fits = tag("span", word, class_=class_)
     sent = {phase: report.bytes_sent(phase) for phase in PHASES}
-    by_phase = ", ".join(f"{p.replace('_', ' ')} {size(n)}" for p, n in sent.items() if n)
+    parts = [f"{p.replace('_', ' ')} {size(n)}" for p, n in sent.items() if n]
+    by_phase = ", ".join(parts) or "nothing: there is one rank"
     cards = (
         _card(
             "Parameters",
@@ -149,12 +143,7 @@ def _key_figures(report: DryRun) -> Html:
             join([share(peak, limit, f"a GPU's {size(limit)}"), ": ", fits]),
             *_peaks(report),
         ),
-        _card(
-            "Sent per rank and step",
-            "exact",
-            size(sum(sent.values())),
-            by_phase or "nothing: there is one rank",
-        ),
+        _card("Sent per rank and step", "exact", size(sum(sent.values())), by_phase),
         _card("Step time", "modelled", duration(report.time.total.seconds), *_times(report)),
     )
     return section("figures", "Key figures", tag("div", *cards, _counts(report), class_="cards"))
@@ -278,19 +267,18 @@ def _footer(report: DryRun, command: str | None) -> Html:
 
 
 def _training(training: Training) -> str:
+    def said(there: bool, what: str) -> str:
+        return what if there else f"no {what}"
+
     make = training.optimizer
-    if make is None:
-        parts = ["no optimizer"]
-    else:
+    parts = ["no optimizer"]
+    if make is not None:
         named = make.func if isinstance(make, functools.partial) else make
         parts = [getattr(named, "__name__", type(named).__name__)]
-        parts.append(
-            ("" if training.master_weights else "no ") + "float32 copies of 16-bit parameters"
-        )
+        parts.append(said(training.master_weights, "float32 copies of 16-bit parameters"))
         if training.max_norm is not None:
             parts.append(f"gradients clipped to norm {training.max_norm:g}")
-    parts.append(("" if training.checkpointing else "no ") + "activation checkpointing")
-    return ", ".join(parts)
+    return ", ".join([*parts, said(training.checkpointing, "activation checkpointing")])
 
 
 def _command(report: DryRun) -> str:
@@ -299,9 +287,7 @@ def _command(report: DryRun) -> str:
     parts = ["tpplan", "dry-run", _named(compiled.plan), "--model", "CONFIG"]
     parts += ["--tp", str(compiled.tp), "--batch", str(report.batch), "--seq", str(report.seq)]
     if compiled.tp > 1 and compiled.sequence_parallel != compiled.plan.sequence_parallel:
-        parts.append(
-            "--sequence-parallel" if compiled.sequence_parallel else "--no-sequence-parallel"
-        )
+        parts.append(f"--{'' if compiled.sequence_parallel else 'no-'}sequence-parallel")
     parts += _training_options(report.training)
     parts += ["--hardware", report.hardware.name, "--html", "report.html"]
     return shlex.join(parts)
