@@ -11,14 +11,14 @@ model training on GPU clusters using Megatron-LM", section 2.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from tpplan.cost.costs import collective_seconds, send_seconds
 from tpplan.cost.dry_run import Setting, dry_run
-from tpplan.cost.hardware import Hardware, Link
+from tpplan.cost.hardware import Hardware
 from tpplan.cost.memory import Memory, parameter_bytes
 from tpplan.cost.run import DryRun
 from tpplan.cost.timing import TimeSummary, summarize
@@ -139,7 +139,9 @@ def advise(
         choices += found
         if not found and not notes:
             notes.append(f"{task.gpus} GPUs and {task.batch} sequences cannot be shared out")
-        sizes.append(Size(tp, _best_of(found), tuple(notes)))
+        fastest = _fastest(c for c in found if c.fits)
+        best = fastest or min(found, key=lambda c: c.bytes, default=None)
+        sizes.append(Size(tp, best, tuple(notes)))
     name, plan = type(model).__name__, setting.plan.name
     return Survey(name, plan, hardware, task, tuple(sizes), tuple(choices))
 
@@ -163,11 +165,6 @@ def _costs(report: DryRun, hardware: Hardware) -> list[str]:
             "held more than once"
         )
     return notes
-
-
-def _best_of(choices: Sequence[Choice]) -> Choice | None:
-    fitting = _fastest(c for c in choices if c.fits)
-    return fitting or min(choices, key=lambda c: c.bytes, default=None)
 
 
 def _fastest(choices: Iterable[Choice]) -> Choice | None:
@@ -268,7 +265,9 @@ class _Stages:
         stepping = phases["optimizer"].seconds if "optimizer" in phases else 0.0
         micro = (time.total.seconds - stepping) / pp
         sent = sum(phases[p].communication for p in phases if p != "optimizer") / pp
-        passed = 2 * send_seconds(self._stream() / pp, self._between(hardware)) if pp > 1 else 0.0
+        apart = self.report.compiled.tp >= hardware.node
+        between = hardware.network if apart else hardware.link
+        passed = 2 * send_seconds(self._stream() / pp, between) if pp > 1 else 0.0
         idle = (pp - 1) * (micro + passed)
         data = self._data_parallel(time, pp, dp, micros, hardware)
         total = micros * (micro + passed) + idle + data + stepping / (pp * dp)
@@ -302,6 +301,3 @@ class _Stages:
         ]
         whole = max(set(shapes), key=shapes.count, default=0)
         return whole / (compiled.tp if compiled.sequence_parallel else 1)
-
-    def _between(self, hardware: Hardware) -> Link:
-        return hardware.network if self.report.compiled.tp >= hardware.node else hardware.link

@@ -98,9 +98,7 @@ class Hardware:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, in the form of a hardware file."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        parts = {k: dataclasses.asdict(fields[k]) for k in ("link", "network", "efficiency")}
-        return {**fields, "flops": dict(self.flops), **parts}
+        return {**dataclasses.asdict(self), "flops": dict(self.flops)}
 
 
 @functools.cache
@@ -129,17 +127,17 @@ def load_hardware(source: HardwareSource) -> Hardware:
     if isinstance(source, str) and name in shipped:
         return shipped[name]
     if os.path.isfile(name):
-        return _read_file(Path(name))
+        reader, path = _Reader(), Path(name)
+        found = reader.hardware(path.stem, reader.root(path))
+        reader.done()
+        return found
     if os.path.isdir(name):
         message = f"{quoted(name)} is a directory, not a hardware file"
         raise PlanError([Diagnostic(message, hint="name a YAML file in it")])
-    raise PlanError([Diagnostic(f"there is no hardware {quoted(name)}", hint=_instead(name))])
-
-
-def _instead(name: str) -> str:
-    guess = suggest(name, shipped_hardware())
-    names = f"a YAML file, or one of {', '.join(shipped_hardware())}"
-    return names if guess is None else f"did you mean '{guess}'? ({names})"
+    hint, guess = f"a YAML file, or one of {', '.join(shipped)}", suggest(name, shipped)
+    if guess is not None:
+        hint = f"did you mean '{guess}'? ({hint})"
+    raise PlanError([Diagnostic(f"there is no hardware {quoted(name)}", hint=hint)])
 
 
 # --- files
@@ -182,13 +180,6 @@ _PROFILE: _Schema = {
 _TEXTS = ("description", "extends")
 # YAML reads 450e9 as text: it wants 450.0e+9
 _SIGNED = re.compile(r"[+-]?[0-9][0-9_]*(\.[0-9]*)?([eE][+-]?[0-9]+)?")
-
-
-def _read_file(path: Path) -> Hardware:
-    reader = _Reader()
-    found = reader.hardware(path.stem, reader.root(path))
-    reader.done()
-    return found
 
 
 class _Reader(Values):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import FakeTensorMode, quiet, unfused, written_by
 from tpplan.places import Argument, Place, tensors_in
@@ -110,30 +110,22 @@ class _Recorder(TorchDispatchMode):
         return number
 
     def numbers(self, values: Any) -> tuple[int, ...]:
-        leaves = tree_flatten(values)[0]
-        return tuple(self.number(t) for t in leaves if isinstance(t, torch.Tensor))
+        return tuple(self.number(t) for t in tree_leaves(values) if isinstance(t, torch.Tensor))
 
     def numbered(self, values: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: Numbered(self.number(t)), values)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         made = self.numbers(out)
-        written = self.numbers(written_by(func, args, kwargs or {}))
+        written = self.numbers(written_by(func, args, kwargs))
         if self.stack and (made or written):
-            pointwise = torch.Tag.pointwise in func.tags
-            op = Op(
-                str(func),
-                self.numbers((args, kwargs)),
-                made,
-                self.stack[-1],
-                _draws(func, args, kwargs or {}),
-                pointwise,
-                (kwargs or {}).get("alpha", 1) != 1,
-                None if pointwise else (func, self.numbered((args, kwargs or {}))),
-                written,
-            )
-            self.trace.ops.append(op)
+            pointwise, inputs = torch.Tag.pointwise in func.tags, self.numbers((args, kwargs))
+            draws, scaled = _draws(func, args, kwargs), kwargs.get("alpha", 1) != 1
+            run = None if pointwise else (func, self.numbered((args, kwargs)))
+            called = (inputs, made, self.stack[-1], draws, pointwise, scaled, run, written)
+            self.trace.ops.append(Op(str(func), *called))
         return out
 
 
@@ -179,16 +171,13 @@ def fake_inputs(
     Args:
         keep_ids: whether those that are not floating stay real, as copies on the CPU.
     """
-    leaves, spec = tree_flatten(values)
 
-    def fake(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def fake(value: torch.Tensor) -> torch.Tensor:
         local = value.detach().cpu()
         real = keep_ids and not (value.is_floating_point() or value.is_complex())
         return local.clone() if real else mode.from_tensor(local).to(device)
 
-    return torch.utils._pytree.tree_unflatten([fake(leaf) for leaf in leaves], spec)
+    return tree_map_only(torch.Tensor, fake, values)
 
 
 def _hooks(

@@ -123,20 +123,15 @@ def _in_gradients(
 ) -> tuple[int, Divergence] | None:
     errors = gradient_errors(reference.gradients, gradients_of(model))
     last = {seen.path: index for index, seen in enumerate(expected)}
-    wrong = {name: e for name, e in errors.items() if e > reference_tolerance(errors)}
+    worst = max(errors.values(), default=0.0)
+    # a clear error, or the worst of the small ones
+    wrong = {n: e for n, e in errors.items() if e > (_SUSPECT if worst > _SUSPECT else worst / 2)}
     if not wrong:
         return None
     # backward runs from the end: the first wrong gradient is that of the module called last
     name = max(wrong, key=lambda n: last.get(n.rpartition(".")[0], -1))
-    leaf = name.rpartition(".")[2]
-    divergence = Divergence(name.rpartition(".")[0], f"the gradient of '{leaf}'", wrong[name])
-    return len(expected), divergence
-
-
-def reference_tolerance(errors: dict[str, float]) -> float:
-    """What counts as wrong: a clear error, or the worst of the small ones."""
-    worst = max(errors.values(), default=0.0)
-    return _SUSPECT if worst > _SUSPECT else worst / 2
+    path, _, leaf = name.rpartition(".")
+    return len(expected), Divergence(path, f"the gradient of '{leaf}'", wrong[name])
 
 
 def _rows_of(compiled: CompiledPlan, path: str) -> Rows | None:

@@ -67,12 +67,9 @@ def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
     """
     if compiled.tp == 1:
         return
-    with same_randomness(), no_fakes_kept(_is_wide), quiet(), unfused():
+    wide = (torch.float64, torch.complex128)
+    with same_randomness(), no_fakes_kept(lambda t: t.dtype in wide), quiet(), unfused():
         _prove(model, compiled, inputs)
-
-
-def _is_wide(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.float64, torch.complex128)
 
 
 def prove_once(

@@ -56,10 +56,7 @@ def differentiate(
     """
     outputs = results(model, call)
     backward(outputs, seed)
-    return (
-        tuple(whole(t).detach() for t in outputs),
-        {n: None if p.grad is None else p.grad.detach() for n, p in model.named_parameters()},
-    )
+    return tuple(whole(t).detach() for t in outputs), gradients_of(model)
 
 
 def results(model: nn.Module, call: Call) -> list[torch.Tensor]:
