@@ -266,7 +266,7 @@ def _tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def _world_mesh() -> DeviceMesh | None:
     """The whole world as one tp group, started if torchrun asks for it; None in one process."""
     if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             return None
         _start()
     on_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend()

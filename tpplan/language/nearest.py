@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import math
@@ -85,11 +86,9 @@ def nearest(pattern: Pattern, paths: Iterable[str]) -> str | None:
 
 
 def _matches_some(text: str, paths: Iterable[str]) -> bool:
-    try:
-        pattern = Pattern(text)
-    except PatternError:
-        return False
-    return any(pattern.matches(path) for path in paths)
+    with contextlib.suppress(PatternError):
+        return any(map(Pattern(text).matches, paths))
+    return False
 
 
 def _shapes(paths: Iterable[str]) -> list[_Shape]:

@@ -55,19 +55,16 @@ class Values(Reporter):
 
     def flag(self, node: Node, what: str) -> bool | None:
         """True or false, and none of YAML's other words for it."""
-        hint = None
-        if isinstance(node, Scalar):
-            stated = _FLAGS.get(node.text.lower())
-            if node.kind is ScalarKind.BOOLEAN and stated is not None:
-                return stated
-            if stated is not None:
-                hint = "leave the quotes away"
-            elif node.kind is ScalarKind.BOOLEAN:
-                hint = f"write '{'true' if node.text.lower() in ('yes', 'on') else 'false'}'"
-                self.report(f"{what} must be true or false", node.position, hint)
-                return None
-        self.mismatch(node, what, "true or false", hint)
-        return None
+        if not isinstance(node, Scalar) or node.kind is not ScalarKind.BOOLEAN:
+            is_quoted = isinstance(node, Scalar) and node.text.lower() in _FLAGS
+            hint = "leave the quotes away" if is_quoted else None
+            self.mismatch(node, what, "true or false", hint)
+            return None
+        word = node.text.lower()
+        if word not in _FLAGS:
+            hint = f"write '{'true' if word in ('yes', 'on') else 'false'}'"
+            self.report(f"{what} must be true or false", node.position, hint)
+        return _FLAGS.get(word)
 
     def whole(self, node: Node, what: str, minimum: int | None = None) -> int | None:
         """A whole number in plain decimal digits."""

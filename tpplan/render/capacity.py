@@ -80,8 +80,7 @@ def _bars(name: str, title: str, held: Mapping[str, Memory], limit: float | None
         )
         for variant, found in held.items()
     ]
-    described = "; ".join(f"{stack.name}: {stack.total}" for stack in stacks)
-    return charts.stacked_bars(name, title, described, stacks, limit, size, _round_size)
+    return charts.stacked_bars(name, title, stacks, limit, size, _round_size)
 
 
 def _round_size(count: float) -> str:
@@ -219,12 +218,8 @@ def _figure(
     base: float | None,
     limit: tuple[str, float] | None = None,
 ) -> Html:
-    described = "; ".join(
-        f"{line.name}: " + ", ".join(f"tp {x:g} {shown(y)}" for x, y in line.points)
-        for line in lines
-    )
-    name, marked = f"scaling-{title.lower().replace(' ', '-')}", float(report.compiled.tp)
-    texts = (name, f"{title} over tp", described)
+    texts = (f"scaling-{title.lower().replace(' ', '-')}", f"{title} over tp")
+    marked = float(report.compiled.tp)
     chart = charts.line_chart(*texts, lines, shown, axis, base, marked, limit)
     meanings = {line.class_: line.name for line in lines}
     key = charts.legend(meanings | ({"limit": limit[0]} if limit else {}))

@@ -144,7 +144,6 @@ class Stack:
 def stacked_bars(
     name: str,
     title: str,
-    description: str,
     stacks: Sequence[Stack],
     limit: float | None,
     shown: Callable[[float], str],
@@ -182,7 +181,8 @@ def stacked_bars(
             start += value
         if limit is not None:
             parts.append(_line(at(limit), y + 18, at(limit), y + 42, "limit"))
-    return _svg(name, title, description, ("100%", height), *parts)
+    described = "; ".join(f"{stack.name}: {stack.total}" for stack in stacks)
+    return _svg(name, title, described, ("100%", height), *parts)
 
 
 # --- lines
@@ -200,7 +200,6 @@ class Line:
 def line_chart(
     name: str,
     title: str,
-    description: str,
     lines: Sequence[Line],
     shown: Callable[[float], str],
     axis: Callable[[float], str],
@@ -247,7 +246,11 @@ def line_chart(
             told = tag("title", f"{line.name}, tp {x:g}: {shown(y)}")
             place = {"cx": _n(across(x)), "cy": _n(up(y)), "r": "5" if x == marked else "3"}
             parts.append(tag("circle", told, **place, class_=f"point {line.class_}"))
-    return _svg(name, title, description, (_WIDTH, _HEIGHT), join(parts))
+    described = "; ".join(
+        f"{line.name}: " + ", ".join(f"tp {x:g} {shown(y)}" for x, y in line.points)
+        for line in lines
+    )
+    return _svg(name, title, described, (_WIDTH, _HEIGHT), join(parts))
 
 
 def _scale(values: Sequence[float], base: float | None) -> tuple[float, float, list[float]]:
