@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -22,13 +22,12 @@ def layout(advice: Survey) -> Group:
         f"{task.seq} tokens a step, {task.micro_batch} at a time",
         style="bold",
     )
-    parts: list[RenderableType] = [title, "", _table(advice), "", _verdict(advice), ""]
     notes = Text(
         "Times are modelled: a roofline at the speeds that are reached, without kernel launches. "
         "Memory of tensor parallelism is tracked by executing it; of data (FSDP) and pipeline "
         f"parallelism (1F1B) it is modelled. 'fits': within {100 * USABLE:.0f} % of the memory."
     )
-    return Group(*parts, notes)
+    return Group(title, "", _table(advice), "", _verdict(advice), "", notes)
 
 
 def _table(advice: Survey) -> Table:

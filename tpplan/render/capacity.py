@@ -90,8 +90,11 @@ def _round_size(count: float) -> str:
 
 
 def _variants(report: DryRun, others: Sequence[DryRun]) -> Iterator[tuple[str, Memory]]:
+    def name_of(r: DryRun) -> str:
+        return _WHOLE if r.compiled.tp == 1 else f"{mode(r)}, tp {r.compiled.tp}"
+
     tp = report.compiled.tp
-    chosen = {_variant(r): r for r in (report, *others) if r.compiled.tp in (1, tp)}
+    chosen = {name_of(r): r for r in (report, *others) if r.compiled.tp in (1, tp)}
     for name in sorted(chosen, key=lambda key: (key != _WHOLE, len(key))):
         for checkpointed, held in _both(chosen[name]):
             yield name + (", checkpointing" if checkpointed else ""), held
@@ -104,11 +107,6 @@ def _both(report: DryRun) -> Iterator[tuple[bool, Memory]]:
     for checkpointing in (False, True):
         if (held := known[checkpointing]) is not None:
             yield checkpointing, held
-
-
-def _variant(report: DryRun) -> str:
-    tp = report.compiled.tp
-    return _WHOLE if tp == 1 else f"{mode(report)}, tp {tp}"
 
 
 def _parts(held: Memory) -> dict[str, int]:
