@@ -151,19 +151,15 @@ def _costs(report: DryRun, hardware: Hardware) -> list[str]:
     tp, notes = report.compiled.tp, []
     if tp > hardware.node:
         share = report.time.total.communication / report.time.total.seconds
-        notes.append(
-            f"crosses the node of {hardware.node}: its collectives go over the network, "
-            f"{100 * share:.0f} % of the time"
-        )
+        crossed = f"crosses the node of {hardware.node}: its collectives go over the network"
+        notes.append(f"{crossed}, {100 * share:.0f} % of the time")
     entries = report.compiled.parameters.values()
     copies = [e for e in entries if isinstance(e.placement, Rows) and e.placement.shared()]
     if copies:
         each = sum(parameter_bytes(e, e.local_shape) for e in copies)
         even = sum(parameter_bytes(e, e.shape) for e in copies) / tp
-        notes.append(
-            f"more ranks than KV heads: {(each - even) / 2**20:.0f} MiB of their weights are "
-            "held more than once"
-        )
+        more = f"{(each - even) / 2**20:.0f} MiB of their weights are held more than once"
+        notes.append(f"more ranks than KV heads: {more}")
     return notes
 
 

@@ -149,9 +149,8 @@ class _PlanReader(Values):
         if version is None or version == VERSION:
             return
         message = f"the plan is written in version {version} of the plan language"
-        hint = f"this tpplan reads version {VERSION}" + (
-            "; a newer one may read it" if version > VERSION else ""
-        )
+        newer = "; a newer one may read it" if version > VERSION else ""
+        hint = f"this tpplan reads version {VERSION}{newer}"
         # What follows may be written in a grammar that is not known here.
         raise PlanError([Diagnostic(message, self.entries["tpplan"][1].position, hint)])
 

@@ -234,11 +234,9 @@ class _Teller:
                 told.append((key, self.tell(value)))
         if self.rules:
             names = (full, *(f"{full}.{leaf}" if full else leaf for leaf in module._parameters))
-            told.append(tuple([self.rule(self.rules.get(path)) for path in names]))
+            found = (self.rules.get(path) for path in names)
+            told.append(tuple([rule and (rule.style, _options(rule.options)) for rule in found]))
         return tuple(told)
-
-    def rule(self, rule: Rule | None) -> Hashable:
-        return None if rule is None else (rule.style, _options(rule.options))
 
 
 def _options(value: object) -> Hashable:

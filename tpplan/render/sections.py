@@ -109,17 +109,14 @@ def timeline(report: DryRun) -> Html:
 
 
 def _length(spans: Sequence[Span]) -> float:
-    return max((s.start + s.seconds for s in spans), default=0) - _start(spans)
-
-
-def _start(spans: Sequence[Span]) -> float:
-    return min((s.start for s in spans), default=0)
+    """From the start of the first to the end of the last."""
+    return spans[-1].start + spans[-1].seconds - spans[0].start if spans else 0.0
 
 
 def _panel(phase: str, spans: Sequence[Span], longest: float) -> Iterator[Html]:
     element = spans[0].element
     where = f"{element.stack}.{element.index}" if element is not None else ""
-    first = _start(spans)
+    first = spans[0].start
 
     def name(span: Span) -> str:
         return span.module.removeprefix(where).strip(".") or "(layer)"
