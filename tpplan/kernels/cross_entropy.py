@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tpplan.kernels.launch import blocks, fused, jit, launch, power, rows_of, tl, vector, warps
 from tpplan.kernels.operator import operator
@@ -91,13 +92,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _blocks(x: torch.Tensor) -> Iterator[slice]:
+def _blocks(x: Tensor) -> Iterator[slice]:
     rows = max(1, _REFERENCE // max(1, x.size(1)))
     for begin in range(0, x.size(0), rows):
         yield slice(begin, begin + rows)
 
 
-def located(target: torch.Tensor, start: int, v: int) -> tuple[torch.Tensor, torch.Tensor]:
+def located(target: Tensor, start: int, v: int) -> tuple[Tensor, Tensor]:
     """The columns of the targets, zero where they are on no column here, and where they are."""
     index = target - start
     here = (index >= 0) & (index < v)
@@ -105,12 +106,8 @@ def located(target: torch.Tensor, start: int, v: int) -> tuple[torch.Tensor, tor
 
 
 def reference_statistics(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    weight: torch.Tensor | None,
-    smooth: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, target: Tensor, start: int, weight: Tensor | None, smooth: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the kernel computes, by PyTorch's own ops; see ``statistics``."""
     v, kind = logits.size(1), _wide(logits.dtype)
     largest = logits.new_full((logits.size(0),), -torch.inf, dtype=kind)
@@ -131,16 +128,16 @@ def reference_statistics(
 
 
 def reference_gradient(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     start: int,
-    weight: torch.Tensor | None,
-    largest: torch.Tensor,
-    log_sum: torch.Tensor,
-    of_sum: torch.Tensor,
-    of_target: torch.Tensor,
-    of_every: torch.Tensor | None,
-) -> torch.Tensor:
+    weight: Tensor | None,
+    largest: Tensor,
+    log_sum: Tensor,
+    of_sum: Tensor,
+    of_target: Tensor,
+    of_every: Tensor | None,
+) -> Tensor:
     """What the kernel computes, by PyTorch's own ops; see ``gradient``."""
     result = torch.empty_like(logits)
     index, here = located(target, start, logits.size(1))
@@ -154,13 +151,13 @@ def reference_gradient(
 
 
 def add_rest(
-    grad: torch.Tensor,
-    index: torch.Tensor,
-    here: torch.Tensor,
-    of_target: torch.Tensor,
-    of_every: torch.Tensor | None,
-    weight: torch.Tensor | None,
-) -> torch.Tensor:
+    grad: Tensor,
+    index: Tensor,
+    here: Tensor,
+    of_target: Tensor,
+    of_every: Tensor | None,
+    weight: Tensor | None,
+) -> Tensor:
     """Add to ``grad`` what flows to the targets' logits and to the sums of all logits."""
     if grad.size(1):
         grad.scatter_add_(1, index, of_target.masked_fill(~here, 0).unsqueeze(1))
@@ -172,12 +169,8 @@ def add_rest(
 
 @operator("tpplan::cross_entropy_statistics")
 def _statistics(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    weight: torch.Tensor | None,
-    smooth: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, target: Tensor, start: int, weight: Tensor | None, smooth: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not fused(logits, weight):
         return reference_statistics(logits, target, start, weight, smooth)
     matrix = rows_of(logits)
@@ -195,7 +188,7 @@ def _statistics(
 
 
 @_statistics.register_fake
-def _statistics_fake(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+def _statistics_fake(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     rows, smooth = logits.shape[0], rest[-1]
     sizes = (rows, rows, rows, rows if smooth else 0)
     return tuple(logits.new_empty(size, dtype=_wide(logits.dtype)) for size in sizes)
@@ -203,16 +196,16 @@ def _statistics_fake(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ..
 
 @operator("tpplan::cross_entropy_gradient")
 def _gradient(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     start: int,
-    weight: torch.Tensor | None,
-    largest: torch.Tensor,
-    log_sum: torch.Tensor,
-    of_sum: torch.Tensor,
-    of_target: torch.Tensor,
-    of_every: torch.Tensor | None,
-) -> torch.Tensor:
+    weight: Tensor | None,
+    largest: Tensor,
+    log_sum: Tensor,
+    of_sum: Tensor,
+    of_target: Tensor,
+    of_every: Tensor | None,
+) -> Tensor:
     if not fused(logits, weight):
         return reference_gradient(
             logits, target, start, weight, largest, log_sum, of_sum, of_target, of_every
@@ -234,14 +227,14 @@ _gradient.register_fake(lambda logits, *_: logits.new_empty(logits.shape))
 
 
 def statistics(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     start: int,
-    weight: torch.Tensor | None = None,
+    weight: Tensor | None = None,
     *,
     smooth: bool,
     fuse: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a rank knows of each row's loss; not differentiable by itself.
 
     Args:
@@ -262,18 +255,18 @@ def statistics(
 
 
 def gradient(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     start: int,
-    weight: torch.Tensor | None,
-    largest: torch.Tensor,
-    log_sum: torch.Tensor,
-    of_sum: torch.Tensor,
-    of_target: torch.Tensor,
-    of_every: torch.Tensor | None,
+    weight: Tensor | None,
+    largest: Tensor,
+    log_sum: Tensor,
+    of_sum: Tensor,
+    of_target: Tensor,
+    of_every: Tensor | None,
     *,
     fuse: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """The gradient of a rank's logits, (rows, v) of their dtype.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tpplan.kernels.launch import (
     blocks,
@@ -73,12 +74,8 @@ def _local(padding_idx: int | None, start: int, v: int) -> int:
 
 
 def reference(
-    ids: torch.Tensor,
-    weight: torch.Tensor,
-    start: int,
-    padding_idx: int | None,
-    known: torch.Tensor | None = None,
-) -> torch.Tensor:
+    ids: Tensor, weight: Tensor, start: int, padding_idx: int | None, known: Tensor | None = None
+) -> Tensor:
     """What the kernel computes, by PyTorch's own ops; see ``look_up``.
 
     Args:
@@ -96,9 +93,7 @@ def reference(
 
 
 @operator("tpplan::look_up")
-def _look_up(
-    ids: torch.Tensor, weight: torch.Tensor, start: int, padding_idx: int | None
-) -> torch.Tensor:
+def _look_up(ids: Tensor, weight: Tensor, start: int, padding_idx: int | None) -> Tensor:
     if not fused(weight) or ids.numel() == 0:
         return reference(ids, weight, start, padding_idx)
     matrix, (v, h) = rows_of(weight), weight.shape
@@ -117,8 +112,8 @@ _look_up.register_fake(lambda ids, weight, *_: weight.new_empty((*ids.shape, wei
 
 @operator("tpplan::look_up_backward")
 def _look_up_backward(
-    dy: torch.Tensor, ids: torch.Tensor, v: int, start: int, padding_idx: int | None
-) -> torch.Tensor:
+    dy: Tensor, ids: Tensor, v: int, start: int, padding_idx: int | None
+) -> Tensor:
     h, padding = dy.shape[-1], _local(padding_idx, start, v)
     row = ids.flatten().long() - start
     if not fused(dy) or v == 0:
@@ -148,7 +143,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(ids, weight)
 
 
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     ids, weight = ctx.saved_tensors
     if torch.is_grad_enabled():
         (dw,) = differentiably(lambda w: reference(ids, w, *ctx.where), (weight,), dy)
@@ -160,9 +155,7 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
 _look_up.register_autograd(_backward, setup_context=_setup)
 
 
-def look_up(
-    ids: torch.Tensor, weight: torch.Tensor, start: int, padding_idx: int | None = None
-) -> torch.Tensor:
+def look_up(ids: Tensor, weight: Tensor, start: int, padding_idx: int | None = None) -> Tensor:
     """A rank's part of an embedding: (*ids.shape, h), zeros where an id is on another rank.
 
     Args:

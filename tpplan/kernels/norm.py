@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tpplan.kernels.launch import (
     blocks,
@@ -38,14 +39,14 @@ from tpplan.kernels.operator import operator
 
 
 def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     centred: bool,
     offset: float,
     early: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """What the kernel computes, by PyTorch's own ops: the norm, and each row's statistics."""
     top = wide(x)
     means = top.new_empty(0)
@@ -64,22 +65,22 @@ def reference(
     return unit.to(_result(x, weight, early)), means, rstd.flatten()
 
 
-def _result(x: torch.Tensor, weight: torch.Tensor | None, early: bool) -> torch.dtype:
+def _result(x: Tensor, weight: Tensor | None, early: bool) -> torch.dtype:
     # what is cast before it is scaled takes part in PyTorch's promotion
     return torch.promote_types(x.dtype, weight.dtype) if early and weight is not None else x.dtype
 
 
 @operator("tpplan::norm")
 def _norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     centred: bool,
     offset: float,
     early: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not fused(x, residual, weight, bias):
         total = x if residual is None else x + residual
         found = reference(total, weight, bias, eps, centred, offset, early)
@@ -102,7 +103,7 @@ def _norm(
 
 
 @_norm.register_fake
-def _norm_fake(x: torch.Tensor, residual: Any, weight: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
+def _norm_fake(x: Tensor, residual: Any, weight: Any, *rest: Any) -> tuple[Tensor, ...]:
     _, _, centred, _, early = rest
     rows = x.numel() // max(x.shape[-1], 1)
     statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -116,17 +117,17 @@ def _norm_fake(x: torch.Tensor, residual: Any, weight: Any, *rest: Any) -> tuple
 
 @operator("tpplan::norm_backward")
 def _norm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    means: torch.Tensor,
-    rstds: torch.Tensor,
-    dtotal: torch.Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    means: Tensor,
+    rstds: Tensor,
+    dtotal: Tensor | None,
     offset: float,
     early: bool,
     scales: bool,
     shifts: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     centred, h = means.numel() > 0, x.shape[-1]
     if not fused(dy, x, weight, dtotal):
         return _reference_backward(
@@ -142,7 +143,7 @@ def _norm_backward(
         "SCALES": weight is not None, "DW": scales, "DB": shifts,
     }  # fmt: skip
 
-    def partial(n: int) -> list[torch.Tensor]:
+    def partial(n: int) -> list[Tensor]:
         wanted = (n if scales else 0, n if shifts else 0)
         return [torch.empty((k, h), dtype=torch.float32, device=x.device) for k in wanted]
 
@@ -172,17 +173,17 @@ def _norm_backward(
 
 
 def _reference_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    means: torch.Tensor,
-    rstds: torch.Tensor,
-    dtotal: torch.Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    means: Tensor,
+    rstds: Tensor,
+    dtotal: Tensor | None,
     offset: float,
     early: bool,
     scales: bool,
     shifts: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     centred, rstd, unit = means.numel() > 0, rstds.reshape(*x.shape[:-1], 1), wide(x)
     if centred:
         pairs = means.reshape(*x.shape[:-1], 2)
@@ -205,7 +206,7 @@ def _reference_backward(
 
 
 @_norm_backward.register_fake
-def _norm_backward_fake(dy: Any, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+def _norm_backward_fake(dy: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     _, _, rstds, _, _, _, *wanted = rest  # of the weight's gradient and the bias's, which
     return x.new_empty(x.shape), *(rstds.new_empty(x.shape[-1] if w else 0) for w in wanted)
 
@@ -221,9 +222,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(total if ctx.adds else x, weight, bias, means, rstds)
 
 
-def _backward(
-    ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None, *_: Any
-) -> tuple[Any, ...]:
+def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Any, ...]:
     x, weight, bias, means, rstds = ctx.saved_tensors
     if dy is None:
         dx, dw, db = dtotal, None, None
@@ -251,15 +250,15 @@ _norm.register_autograd(_backward, setup_context=_setup)
 
 
 def norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
     *,
     eps: float,
     centred: bool,
     offset: float = 0.0,
     early: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """LayerNorm (``centred``) or RMSNorm of the last dimension of ``x``, of any shape.
 
     Args:
@@ -272,16 +271,16 @@ def norm(
 
 
 def residual_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
     *,
     eps: float,
     centred: bool,
     offset: float = 0.0,
     early: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The norm of ``x + residual``, and that sum, which the stream goes on with; see ``norm``."""
     y, total, _, _ = _norm(x, residual, weight, bias, eps, centred, offset, early)
     return y, total
