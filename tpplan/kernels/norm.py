@@ -103,7 +103,9 @@ def _norm(
 
 
 @_norm.register_fake
-def _norm_fake(x: Tensor, residual: Any, weight: Any, *rest: Any) -> tuple[Tensor, ...]:
+def _norm_fake(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
     _, _, centred, _, early = rest
     rows = x.numel() // max(x.shape[-1], 1)
     statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -206,7 +208,7 @@ def _reference_backward(
 
 
 @_norm_backward.register_fake
-def _norm_backward_fake(dy: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _norm_backward_fake(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     _, _, rstds, _, _, _, *wanted = rest  # of the weight's gradient and the bias's, which
     return x.new_empty(x.shape), *(rstds.new_empty(x.shape[-1] if w else 0) for w in wanted)
 
