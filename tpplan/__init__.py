@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -33,28 +33,21 @@ __all__ = [
 ]
 
 # imported when it is first asked for: the command line answers much without torch
-_ROOMS: Mapping[str, str] = {
-    "Advice": "render",
-    "Plan": "language",
-    "PlanError": "language",
-    "Report": "render",
-    "Verification": "proof",
-    "VerificationError": "proof",
-    "advise": "api",
-    "check": "api",
-    "dry_run": "api",
-    "from_hf": "hf",
-    "load_plan": "shipped",
-    "parallelize": "api",
-    "verify": "api",
+_ROOMS: Mapping[str, Sequence[str]] = {
+    "api": ("advise", "check", "dry_run", "parallelize", "verify"),
+    "hf": ("from_hf",),
+    "language": ("Plan", "PlanError"),
+    "proof": ("Verification", "VerificationError"),
+    "render": ("Advice", "Report"),
+    "shipped": ("load_plan",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    room = _ROOMS.get(name)
-    if room is not None:
-        value = globals()[name] = getattr(import_module(f"tpplan.{room}"), name)
-        return value
+    for room, names in _ROOMS.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"tpplan.{room}"), name)
+            return value
     if not name.startswith("_"):
         # a room itself, as in tpplan.kernels
         try:

@@ -266,15 +266,12 @@ def _tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def _world_mesh() -> DeviceMesh | None:
     """The whole world as one tp group, started if torchrun asks for it; None in one process."""
     if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
             return None
         _start()
-    device = "cuda" if _on_gpus() else "cpu"
+    on_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend()
+    device = "cuda" if on_gpus else "cpu"
     return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
-
-
-def _on_gpus() -> bool:
-    return torch.cuda.is_available() and "nccl" in dist.get_backend()
 
 
 def _start() -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 FINE, FAILED, USAGE = 0, 1, 2
+_EITHER = argparse.BooleanOptionalAction  # --x and --no-x
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,9 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     _how_trained(dry_run)
     dry_run.add_argument("--batch", type=_positive, default=1)
     dry_run.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
-    dry_run.add_argument(
-        "--html", metavar="FILE", help="write the report as a page, with other sizes beside it"
-    )
+    page = "write the report as a page, with other sizes beside it"
+    dry_run.add_argument("--html", metavar="FILE", help=page)
 
     advise = command("advise", _advise, "how to share out GPUs: tensor, data, pipeline parallelism")
     _plan_and_model(advise, tp=None, sized=False)
@@ -99,9 +99,8 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = command("verify", _verify, "prove a plan: simulated ranks against the whole model")
     _plan_and_model(verify)
-    verify.add_argument(
-        "--processes", action="store_true", help="real gloo processes instead of simulated ranks"
-    )
+    real = "real gloo processes instead of simulated ranks"
+    verify.add_argument("--processes", action="store_true", help=real)
     _example_inputs(verify)
     _kernels(verify)
 
@@ -125,62 +124,36 @@ def _plan_and_model(
     sized: bool = True,
 ) -> None:
     sub.add_argument("plan", help="a plan file, or a shipped plan's name")
-    sub.add_argument(
-        "--model",
-        required=model_required,
-        help="config.json, a folder with one, or package.module:factory",
-    )
+    kinds = "config.json, a folder with one, or package.module:factory"
+    sub.add_argument("--model", required=model_required, help=kinds)
     if sized:
         sub.add_argument("--tp", type=_positive, default=tp, required=tp is None, help="ranks")
-        sub.add_argument(
-            "--sequence-parallel",
-            action=argparse.BooleanOptionalAction,
-            default=None,
-            help="override the plan's",
-        )
+        sub.add_argument("--sequence-parallel", action=_EITHER, help="override the plan's")
 
 
 def _example_inputs(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--input",
-        action="append",
-        default=[],
-        metavar="NAME:DTYPE[SHAPE]",
-        help="an input of the model, as in input_ids:int64[2,13]; may be given several times",
-    )
+    said = "an input of the model, as in input_ids:int64[2,13]; may be given several times"
+    form = "NAME:DTYPE[SHAPE]"
+    sub.add_argument("--input", action="append", default=[], metavar=form, help=said)
 
 
 def _how_trained(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--seq", type=_positive, default=2048, help="sequence length")
+    add, labels = sub.add_argument, "give the token ids as labels too, for the model's loss"
+    copies = "float32 copies of 16-bit parameters for the optimizer"
+    add("--seq", type=_positive, default=2048, help="sequence length")
     _example_inputs(sub)
-    sub.add_argument(
-        "--loss", action="store_true", help="give the token ids as labels too, for the model's loss"
-    )
-    sub.add_argument("--optimizer", default="adamw", help="its name, or none")
-    sub.add_argument(
-        "--clip", type=float, default=1.0, metavar="NORM", help="of gradients; 0 for not at all"
-    )
-    sub.add_argument(
-        "--master-weights",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="float32 copies of 16-bit parameters for the optimizer",
-    )
-    sub.add_argument(
-        "--checkpointing", action="store_true", help="recompute every layer in backward"
-    )
-    sub.add_argument(
-        "--hardware", default=None, help="a profile's name, or a YAML file of your own"
-    )
+    add("--loss", action="store_true", help=labels)
+    add("--optimizer", default="adamw", help="its name, or none")
+    add("--clip", type=float, default=1.0, metavar="NORM", help="of gradients; 0 for not at all")
+    add("--master-weights", action=_EITHER, default=True, help=copies)
+    add("--checkpointing", action="store_true", help="recompute every layer in backward")
+    add("--hardware", help="a profile's name, or a YAML file of your own")
     _kernels(sub)
 
 
 def _kernels(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--kernels",
-        choices=KERNEL_CHOICES,
-        help="of all kinds: triton, torch, or auto: Triton's where it runs on a GPU",
-    )
+    kinds = "of all kinds: triton, torch, or auto: Triton's where it runs on a GPU"
+    sub.add_argument("--kernels", choices=KERNEL_CHOICES, help=kinds)
 
 
 def _positive(text: str) -> int:

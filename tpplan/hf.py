@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 import torch
 from torch import nn
@@ -202,15 +203,14 @@ class _Reader:
 
     def gated(self) -> set[str]:
         """Layers whose gathered output is halved before a layer that splits its input takes it."""
-        inputs = {
-            _parent(path): getattr(self.modules.get(path), "in_features", 0)
-            for path in self.of_styles(_SPLITTING)
-        }
-        outputs = {
-            path: getattr(self.modules.get(path), "out_features", 0)
-            for path in self.of_styles(_GATHERING)
-        }
+        inputs = {_parent(p): width for p, width in self.widths(_SPLITTING, "in").items()}
+        outputs = self.widths(_GATHERING, "out")
         return {p for p, width in outputs.items() if 0 < width == 2 * inputs.get(_parent(p), 0)}
+
+    def widths(self, styles: Iterable[str], side: Literal["in", "out"]) -> dict[str, int]:
+        """How wide the inputs or the outputs of the layers of these styles are."""
+        name = f"{side}_features"
+        return {p: getattr(self.modules.get(p), name, 0) for p in self.of_styles(styles)}
 
     # --- what it leaves out
 
@@ -245,10 +245,8 @@ class _Reader:
 
     def gathered(self, region: str) -> set[int]:
         """The widths of what is gathered in a module of transformers' and stays sharded here."""
-        if region not in self.paired():
-            return set()
-        paths = [path for path in self.of_styles(_GATHERING) if _parent(path) == region]
-        return {getattr(self.modules.get(path), "out_features", 0) for path in paths}
+        widths = self.widths(_GATHERING, "out") if region in self.paired() else {}
+        return {width for path, width in widths.items() if _parent(path) == region}
 
     # --- as a plan
 

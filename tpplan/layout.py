@@ -175,8 +175,7 @@ def rows_of(parts: Sequence[Part], repeat: int, tp: int, dim: int = 0, fixed: bo
     """
     block = sum(part.size for part in parts)
     if fixed and repeat > 1:
-        pieces = [_fixed_blocks(parts, repeat, tp, rank) for rank in range(tp)]
-        return Rows(dim, pieces)
+        return Rows(dim, [_fixed_blocks(parts, repeat, tp, rank) for rank in range(tp)])
     if repeat % tp == 0:
         rows = repeat // tp * block
         return Rows(dim, [[(r * rows, (r + 1) * rows)] for r in range(tp)])

@@ -4,98 +4,45 @@ Written against torch 2.13 and meant to work on 2.12 to 2.15: what a release mov
 mended here and nowhere else.
 """
 
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 
-from tpplan.compat.autograd import (
-    below_autograd,
-    differentiates_backward,
-    hooks_of,
-    in_backward,
-    is_held_elsewhere,
-    run_when_ready,
-    running_node,
-    sequence_number,
-    set_hooks,
-)
-from tpplan.compat.modes import (
-    NeedsValuesError,
-    dispatch_is_observed,
-    dispatch_modes,
-    fakes_are_made,
-    is_fake,
-    is_traced,
-    quiet,
-    rehearsed_in,
-    tracer,
-    unfused,
-    unmoded,
-    unobserved,
-    without_fakes,
-)
-from tpplan.compat.ops import (
-    has_data,
-    is_composite,
-    is_view,
-    memory_of,
-    queue_of,
-    written_by,
-)
-from tpplan.compat.tensors import (
-    dtensor,
-    dtensor_spec,
-    kept_by_fsdp,
-    local_of,
-    mesh_of,
-    shards_of,
-    spec_of,
-    unflattened,
-)
-from tpplan.compat.worlds import (
-    fake_world,
-    simulate,
-)
-
-__all__ = [
-    "DTensorSpec",
-    "FakeTensor",
-    "FakeTensorMode",
-    "NeedsValuesError",
-    "below_autograd",
-    "differentiates_backward",
-    "dispatch_is_observed",
-    "dispatch_modes",
-    "dtensor",
-    "dtensor_spec",
-    "fake_world",
-    "fakes_are_made",
-    "has_data",
-    "hooks_of",
-    "in_backward",
-    "is_composite",
-    "is_fake",
-    "is_held_elsewhere",
-    "is_traced",
-    "is_view",
-    "kept_by_fsdp",
-    "local_of",
-    "memory_of",
-    "mesh_of",
-    "queue_of",
-    "quiet",
-    "rehearsed_in",
-    "run_when_ready",
-    "running_node",
-    "sequence_number",
-    "set_hooks",
-    "shards_of",
-    "simulate",
-    "spec_of",
-    "tracer",
-    "unflattened",
-    "unfused",
-    "unmoded",
-    "unobserved",
-    "without_fakes",
-    "written_by",
-]
+from tpplan.compat.autograd import below_autograd as below_autograd
+from tpplan.compat.autograd import differentiates_backward as differentiates_backward
+from tpplan.compat.autograd import hooks_of as hooks_of
+from tpplan.compat.autograd import in_backward as in_backward
+from tpplan.compat.autograd import is_held_elsewhere as is_held_elsewhere
+from tpplan.compat.autograd import run_when_ready as run_when_ready
+from tpplan.compat.autograd import running_node as running_node
+from tpplan.compat.autograd import sequence_number as sequence_number
+from tpplan.compat.autograd import set_hooks as set_hooks
+from tpplan.compat.modes import NeedsValuesError as NeedsValuesError
+from tpplan.compat.modes import dispatch_is_observed as dispatch_is_observed
+from tpplan.compat.modes import dispatch_modes as dispatch_modes
+from tpplan.compat.modes import fakes_are_made as fakes_are_made
+from tpplan.compat.modes import is_fake as is_fake
+from tpplan.compat.modes import is_traced as is_traced
+from tpplan.compat.modes import quiet as quiet
+from tpplan.compat.modes import rehearsed_in as rehearsed_in
+from tpplan.compat.modes import tracer as tracer
+from tpplan.compat.modes import unfused as unfused
+from tpplan.compat.modes import unmoded as unmoded
+from tpplan.compat.modes import unobserved as unobserved
+from tpplan.compat.modes import without_fakes as without_fakes
+from tpplan.compat.ops import has_data as has_data
+from tpplan.compat.ops import is_composite as is_composite
+from tpplan.compat.ops import is_view as is_view
+from tpplan.compat.ops import memory_of as memory_of
+from tpplan.compat.ops import queue_of as queue_of
+from tpplan.compat.ops import written_by as written_by
+from tpplan.compat.tensors import dtensor as dtensor
+from tpplan.compat.tensors import dtensor_spec as dtensor_spec
+from tpplan.compat.tensors import kept_by_fsdp as kept_by_fsdp
+from tpplan.compat.tensors import local_of as local_of
+from tpplan.compat.tensors import mesh_of as mesh_of
+from tpplan.compat.tensors import shards_of as shards_of
+from tpplan.compat.tensors import spec_of as spec_of
+from tpplan.compat.tensors import unflattened as unflattened
+from tpplan.compat.worlds import fake_world as fake_world
+from tpplan.compat.worlds import simulate as simulate

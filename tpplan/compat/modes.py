@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses import fake_tensor
+from torch.utils import _python_dispatch
 
 from tpplan.compat.replaced import there
 
-NeedsValuesError = (DataDependentOutputException, DynamicOutputShapeException)
+NeedsValuesError = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+)
 """What an op raises whose result depends on values that fake tensors do not have."""
 
 # called for every op and collective: not wrapped
@@ -30,8 +31,6 @@ def fakes_are_made() -> bool:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor is fake, or a DTensor or another wrapper of fakes."""
-    from torch._subclasses import fake_tensor
-
     return fake_tensor.is_fake(tensor)
 
 
@@ -52,9 +51,7 @@ def is_traced() -> bool:
 
 def without_fakes() -> contextlib.AbstractContextManager[object]:
     """Within it, ops compute, although a fake mode is active."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    return unset_fake_temporarily()
+    return fake_tensor.unset_fake_temporarily()
 
 
 @contextlib.contextmanager
@@ -75,18 +72,13 @@ def rehearsed_in(context: contextlib.AbstractContextManager[object]) -> Iterator
 
 def dispatch_modes() -> list[Any]:
     """The modes that are to see the ops that are called, the outermost first."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return _get_current_dispatch_mode_stack()
+    return _python_dispatch._get_current_dispatch_mode_stack()
 
 
 def unobserved() -> contextlib.AbstractContextManager[object]:
     """Within it, no mode sees the ops that are called: they are no part of the computation."""
-    if not dispatch_is_observed():
-        return contextlib.nullcontext()
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
+    observed = dispatch_is_observed()
+    return _python_dispatch._disable_current_modes() if observed else contextlib.nullcontext()
 
 
 def unmoded() -> contextlib.AbstractContextManager[None]:

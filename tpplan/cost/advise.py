@@ -11,9 +11,8 @@ model training on GPU clusters using Megatron-LM", section 2.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -126,37 +125,25 @@ def advise(
     for tp in (n for n in SIZES if n <= task.gpus):
         found: list[Choice] = []
         notes: list[str] = []
-        for mode in _modes(setting, tp):
+        modes = (False, True) if tp > 1 and setting.plan.sequence_parallel else (False,)
+        for mode in modes:
             told(f"tp {tp}, {'TP+SP' if mode else 'TP'}")
+            chosen, batch = replace(setting, tp=tp, sequence_parallel=mode), task.micro_batch
             try:
-                report = dry_run(
-                    model,
-                    replace(setting, tp=tp, sequence_parallel=mode),
-                    task.micro_batch,
-                    task.seq,
-                    training,
-                    hardware=hardware,
-                )
+                report = dry_run(model, chosen, batch, task.seq, training, hardware=hardware)
             except PlanError as error:
-                notes.append(_first_line(error))
+                notes.append(error.diagnostics[0].message)
                 break
             found += _shared_out(report, task, hardware)
             notes = _costs(report, hardware)
         choices += found
         if not found and not notes:
             notes.append(f"{task.gpus} GPUs and {task.batch} sequences cannot be shared out")
-        sizes.append(Size(tp, _best_of(found), tuple(notes)))
+        fastest = _fastest(c for c in found if c.fits)
+        best = fastest or min(found, key=lambda c: c.bytes, default=None)
+        sizes.append(Size(tp, best, tuple(notes)))
     name, plan = type(model).__name__, setting.plan.name
     return Survey(name, plan, hardware, task, tuple(sizes), tuple(choices))
-
-
-def _modes(setting: Setting, tp: int) -> tuple[bool, ...]:
-    return (False, True) if tp > 1 and setting.plan.sequence_parallel else (False,)
-
-
-def _first_line(error: PlanError) -> str:
-    first = error.diagnostics[0]
-    return first.message
 
 
 def _costs(report: DryRun, hardware: Hardware) -> list[str]:
@@ -164,28 +151,16 @@ def _costs(report: DryRun, hardware: Hardware) -> list[str]:
     tp, notes = report.compiled.tp, []
     if tp > hardware.node:
         share = report.time.total.communication / report.time.total.seconds
-        notes.append(
-            f"crosses the node of {hardware.node}: its collectives go over the network, "
-            f"{100 * share:.0f} % of the time"
-        )
-    copies = [
-        entry
-        for entry in report.compiled.parameters.values()
-        if isinstance(entry.placement, Rows) and entry.placement.shared()
-    ]
+        crossed = f"crosses the node of {hardware.node}: its collectives go over the network"
+        notes.append(f"{crossed}, {100 * share:.0f} % of the time")
+    entries = report.compiled.parameters.values()
+    copies = [e for e in entries if isinstance(e.placement, Rows) and e.placement.shared()]
     if copies:
         each = sum(parameter_bytes(e, e.local_shape) for e in copies)
         even = sum(parameter_bytes(e, e.shape) for e in copies) / tp
-        notes.append(
-            f"more ranks than KV heads: {(each - even) / 2**20:.0f} MiB of their weights are "
-            "held more than once"
-        )
+        more = f"{(each - even) / 2**20:.0f} MiB of their weights are held more than once"
+        notes.append(f"more ranks than KV heads: {more}")
     return notes
-
-
-def _best_of(choices: Sequence[Choice]) -> Choice | None:
-    fitting = _fastest(c for c in choices if c.fits)
-    return fitting or min(choices, key=lambda c: c.bytes, default=None)
 
 
 def _fastest(choices: Iterable[Choice]) -> Choice | None:
@@ -198,12 +173,10 @@ def _fastest(choices: Iterable[Choice]) -> Choice | None:
 def _shared_out(report: DryRun, task: Task, hardware: Hardware) -> Iterable[Choice]:
     """The choices of one size and mode: pipelines and data parallelism share what is left."""
     stage = _Stages(report)
-    runs: list[tuple[bool, Memory, TimeSummary]] = [
-        (report.training.checkpointing, report.memory, report.time)
-    ]
+    run = report.training.checkpointing
+    runs: list[tuple[bool, Memory, TimeSummary]] = [(run, report.memory, report.time)]
     if report.other is not None and report.other_memory is not None:
-        time = summarize(report.other.steps, hardware)
-        runs.append((not report.training.checkpointing, report.other_memory, time))
+        runs.append((not run, report.other_memory, summarize(report.other.steps, hardware)))
     left = task.gpus // report.compiled.tp
     for pp in (n for n in SIZES if n <= min(left, stage.elements)):
         dp = left // pp
@@ -288,7 +261,9 @@ class _Stages:
         stepping = phases["optimizer"].seconds if "optimizer" in phases else 0.0
         micro = (time.total.seconds - stepping) / pp
         sent = sum(phases[p].communication for p in phases if p != "optimizer") / pp
-        passed = 2 * send_seconds(self._stream() / pp, self._between(hardware)) if pp > 1 else 0.0
+        apart = self.report.compiled.tp >= hardware.node
+        between = hardware.network if apart else hardware.link
+        passed = 2 * send_seconds(self._stream() / pp, between) if pp > 1 else 0.0
         idle = (pp - 1) * (micro + passed)
         data = self._data_parallel(time, pp, dp, micros, hardware)
         total = micros * (micro + passed) + idle + data + stepping / (pp * dp)
@@ -322,6 +297,3 @@ class _Stages:
         ]
         whole = max(set(shapes), key=shapes.count, default=0)
         return whole / (compiled.tp if compiled.sequence_parallel else 1)
-
-    def _between(self, hardware: Hardware) -> Any:
-        return hardware.network if self.report.compiled.tp >= hardware.node else hardware.link

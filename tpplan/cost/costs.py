@@ -115,14 +115,8 @@ def collective_cost(kind: str, data_bytes: int, ranks: int, hardware: Hardware) 
     inside = min(ranks, real.node)
     nodes = math.ceil(ranks / real.node)
     travels = data_bytes / inside if kind in _SCATTERED else data_bytes
-    parts = [
-        _cheapest(kind, size, group, link)
-        for size, group, link in (
-            (data_bytes, inside, real.link),
-            (travels, nodes, real.network),
-        )
-        if group > 1
-    ]
+    levels = ((data_bytes, inside, real.link), (travels, nodes, real.network))
+    parts = [_cheapest(kind, size, group, link) for size, group, link in levels if group > 1]
     return Cost(
         sum(part.latency for part in parts),
         sum(part.transfer for part in parts),

@@ -13,17 +13,11 @@ from tpplan.compiled import CompiledPlan
 from tpplan.cost.hardware import DEFAULT, HardwareSource, load_hardware
 from tpplan.cost.run import DryRun
 from tpplan.language import FrozenMap, Plan, PlanError
-from tpplan.observe.shadow import call_for
+from tpplan.observe.shadow import Call, call_for
 from tpplan.planner import compile_plan
 from tpplan.planner.match import match
-from tpplan.simulate.execute import Call, Execution, Training, execute
-from tpplan.simulate.folding import (
-    Fold,
-    find_folds,
-    shortened_model,
-    unfolded,
-    unfolded_names,
-)
+from tpplan.simulate.execute import Execution, Training, execute
+from tpplan.simulate.folding import Fold, find_folds, shortened_model, unfolded, unfolded_names
 from tpplan.simulate.unfold import NotRepeatingError, unfold
 
 
@@ -39,9 +33,8 @@ class Setting:
 
     def compile(self, model: nn.Module) -> CompiledPlan:
         """The plan, compiled onto ``model``."""
-        return compile_plan(
-            model, self.plan, self.tp, self.sequence_parallel, self.kernels, self.inputs
-        )
+        how = (self.sequence_parallel, self.kernels, self.inputs)
+        return compile_plan(model, self.plan, self.tp, *how)
 
 
 def with_labels(model: nn.Module, inputs: Any, batch: int, seq: int) -> dict[str, Any]:
@@ -96,19 +89,8 @@ def dry_run(
 
         found = compiled, whole(training), _other(whole, training)
     compiled, run, other = found
-    buffers = {id(b): b.numel() * b.element_size() for b in model.buffers()}
-    return DryRun(
-        type(model).__name__,
-        compiled,
-        batch,
-        seq,
-        sum(buffers.values()),
-        training,
-        run,
-        other,
-        executed,
-        timed_on,
-    )
+    name, buffers = type(model).__name__, sum(b.nbytes for b in model.buffers())
+    return DryRun(name, compiled, batch, seq, buffers, training, run, other, executed, timed_on)
 
 
 def _stacks(compiled: CompiledPlan) -> tuple[str, ...]:
@@ -119,11 +101,7 @@ def _stacks(compiled: CompiledPlan) -> tuple[str, ...]:
 
 
 def _folded(
-    model: nn.Module,
-    setting: Setting,
-    call: Call,
-    training: Training,
-    folds: tuple[Fold, ...],
+    model: nn.Module, setting: Setting, call: Call, training: Training, folds: tuple[Fold, ...]
 ) -> tuple[CompiledPlan, Execution, Execution | None] | None:
     """As executed on short models; None where those do not tell about the long one."""
     stacks = tuple(fold.stack for fold in folds)

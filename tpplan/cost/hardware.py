@@ -38,6 +38,10 @@ class Link:
     latency: float
     wires: int = 1
 
+    def at(self, share: float) -> Link:
+        """The same at a share of its bandwidth."""
+        return dataclasses.replace(self, bandwidth=self.bandwidth * share)
+
     def among(self, ranks: int) -> float:
         """Bytes/s that a rank sends to the others of a group: over as many wires as they are."""
         return self.bandwidth * min(ranks - 1, self.wires) / self.wires
@@ -87,23 +91,24 @@ class Hardware:
             self,
             flops=FrozenMap({dtype: peak * share.matmul for dtype, peak in self.flops.items()}),
             memory_bandwidth=self.memory_bandwidth * share.memory,
-            link=dataclasses.replace(self.link, bandwidth=self.link.bandwidth * share.link),
-            network=dataclasses.replace(
-                self.network, bandwidth=self.network.bandwidth * share.network
-            ),
+            link=self.link.at(share.link),
+            network=self.network.at(share.network),
             efficiency=Efficiency(),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, in the form of a hardware file."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        parts = {k: dataclasses.asdict(fields[k]) for k in ("link", "network", "efficiency")}
-        return {**fields, "flops": dict(self.flops), **parts}
+        return {**dataclasses.asdict(self), "flops": dict(self.flops)}
 
 
+@functools.cache
 def shipped_hardware() -> Mapping[str, Hardware]:
     """What ships with the package, by name."""
-    return _shipped()
+    reader = _Reader()
+    root = reader.root(_SHIPPED)
+    found = {key.text: reader.hardware(key.text, node) for key, node in root.entries}
+    reader.done()
+    return FrozenMap(found)
 
 
 def load_hardware(source: HardwareSource) -> Hardware:
@@ -122,17 +127,17 @@ def load_hardware(source: HardwareSource) -> Hardware:
     if isinstance(source, str) and name in shipped:
         return shipped[name]
     if os.path.isfile(name):
-        return _read_file(Path(name))
+        reader, path = _Reader(), Path(name)
+        found = reader.hardware(path.stem, reader.root(path))
+        reader.done()
+        return found
     if os.path.isdir(name):
         message = f"{quoted(name)} is a directory, not a hardware file"
         raise PlanError([Diagnostic(message, hint="name a YAML file in it")])
-    raise PlanError([Diagnostic(f"there is no hardware {quoted(name)}", hint=_instead(name))])
-
-
-def _instead(name: str) -> str:
-    guess = suggest(name, _shipped())
-    names = f"a YAML file, or one of {', '.join(_shipped())}"
-    return names if guess is None else f"did you mean '{guess}'? ({names})"
+    hint, guess = f"a YAML file, or one of {', '.join(shipped)}", suggest(name, shipped)
+    if guess is not None:
+        hint = f"did you mean '{guess}'? ({hint})"
+    raise PlanError([Diagnostic(f"there is no hardware {quoted(name)}", hint=hint)])
 
 
 # --- files
@@ -177,22 +182,6 @@ _TEXTS = ("description", "extends")
 _SIGNED = re.compile(r"[+-]?[0-9][0-9_]*(\.[0-9]*)?([eE][+-]?[0-9]+)?")
 
 
-@functools.lru_cache
-def _shipped() -> FrozenMap[Hardware]:
-    reader = _Reader()
-    root = reader.root(_SHIPPED)
-    found = {key.text: reader.hardware(key.text, node) for key, node in root.entries}
-    reader.done()
-    return FrozenMap(found)
-
-
-def _read_file(path: Path) -> Hardware:
-    reader = _Reader()
-    found = reader.hardware(path.stem, reader.root(path))
-    reader.done()
-    return found
-
-
 class _Reader(Values):
     """Reads profiles; problems are collected, and raised in the end."""
 
@@ -228,9 +217,11 @@ class _Reader(Values):
         before = len(self.problems)
         texts = {key.text: value for key, value in node.entries if key.text in _TEXTS}
         rest = tuple(entry for entry in node.entries if entry[0].text not in texts)
-        base = self.extended(texts["extends"]) if "extends" in texts else None
-        inherited = {} if base is None else base.to_dict()
-        description = inherited.get("description", "")
+        inherited: dict[str, Any] = {"description": ""}
+        if "extends" in texts:
+            base = self.choice(texts["extends"], "'extends'", shipped_hardware())
+            inherited = inherited if base is None else shipped_hardware()[base].to_dict()
+        description = inherited["description"]
         if "description" in texts:
             description = self.text(texts["description"], "'description'") or ""
         values = self.values(MappingNode(node.position, rest), "the hardware", _PROFILE, inherited)
@@ -239,19 +230,12 @@ class _Reader(Values):
         return Hardware(
             name=name,
             description=description.strip(),
-            flops=FrozenMap(values["flops"]),
-            memory_bandwidth=values["memory_bandwidth"],
-            memory=values["memory"],
-            node=values["node"],
-            link=Link(**values["link"]),
-            network=Link(**values["network"]),
-            efficiency=Efficiency(**values["efficiency"]),
+            flops=FrozenMap(values.pop("flops")),
+            link=Link(**values.pop("link")),
+            network=Link(**values.pop("network")),
+            efficiency=Efficiency(**values.pop("efficiency")),
+            **values,
         )
-
-    def extended(self, node: Node) -> Hardware | None:
-        """The shipped profile that another one starts from."""
-        name = self.choice(node, "'extends'", _shipped())
-        return None if name is None else _shipped()[name]
 
     def values(
         self, node: Node, what: str, schema: _Schema, inherited: Mapping[str, Any]

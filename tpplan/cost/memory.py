@@ -52,12 +52,8 @@ class Memory:
     @property
     def states_per_rank(self) -> int:
         """Parameters, buffers, gradients and optimizer state: what training always holds."""
-        return (
-            self.parameters_per_rank
-            + self.buffers_per_rank
-            + self.gradients_per_rank
-            + self.optimizer_per_rank
-        )
+        kept = self.parameters_per_rank + self.buffers_per_rank
+        return kept + self.gradients_per_rank + self.optimizer_per_rank
 
     @property
     def peak_per_rank(self) -> int:
@@ -66,11 +62,8 @@ class Memory:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            **asdict(self),
-            "states_per_rank": self.states_per_rank,
-            "peak_per_rank": self.peak_per_rank,
-        }
+        more = {"states_per_rank": self.states_per_rank, "peak_per_rank": self.peak_per_rank}
+        return {**asdict(self), **more}
 
 
 def memory_of(

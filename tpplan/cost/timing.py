@@ -20,10 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tpplan.cost.costs import collective_cost
+from tpplan.cost.costs import Cost, collective_cost
 from tpplan.cost.hardware import Hardware
 from tpplan.language import FrozenMap
-from tpplan.simulate.steps import PHASES, Collective, Member, Step, data_bytes
+from tpplan.simulate.steps import PHASES, Collective, Matmul, Member, Step, data_bytes
 
 NOTE = (
     "a roofline model at the bandwidths and FLOP/s that are reached, without kernel launches, "
@@ -166,7 +166,6 @@ def summarize(
     """
     spans = timeline(steps, hardware)
     total = _share(spans)
-    phases = {phase: _share(s for s in spans if s.phase == phase) for phase in PHASES}
     flops = sum(step.flops for step in steps)
     at_peak = sum(
         matmul.flops * count / hardware.peak(matmul.dtype)
@@ -178,7 +177,7 @@ def summarize(
     return TimeSummary(
         hardware=hardware.name,
         total=total,
-        phases=FrozenMap({phase: share for phase, share in phases.items() if share.seconds}),
+        phases=_by_phase(spans, PHASES),
         flops=flops,
         utilisation=at_peak / total.seconds if total.seconds else 0.0,
         layers=FrozenMap(_layers(spans)),
@@ -197,40 +196,33 @@ def flops_by_module(steps: Iterable[Step]) -> Mapping[str, int]:
 # --- spans
 
 
-def _matmul_seconds(flops: int, moved: int, dtype: str, real: Hardware) -> tuple[float, bool]:
-    """How long a matmul takes, and whether its FLOPs are what it waits for."""
-    computing, moving = flops / real.peak(dtype), moved / real.memory_bandwidth
-    return max(computing, moving), computing >= moving
+def _matmul_seconds(matmul: Matmul, real: Hardware) -> tuple[float, Literal["flops", "memory"]]:
+    """How long a matmul takes, and what it waits for."""
+    computing = matmul.flops / real.peak(matmul.dtype)
+    moving = matmul.bytes / real.memory_bandwidth
+    return max(computing, moving), "flops" if computing >= moving else "memory"
+
+
+def _collective_cost(c: Collective, hardware: Hardware) -> Cost:
+    return collective_cost(c.kind, data_bytes(c.shape, c.dtype), c.ranks, hardware)
 
 
 def _spans(step: Step, hardware: Hardware, now: float, hidden: float) -> Iterable[Span]:
-    real = hardware.reached
+    real, where = hardware.reached, (step.phase, step.module)
     for matmul, count in step.matmuls:
-        each, by_flops = _matmul_seconds(matmul.flops, matmul.bytes, matmul.dtype, real)
+        each, bound = _matmul_seconds(matmul, real)
         what = "matmul" if count == 1 else f"{count} matmuls"
-        bound: Literal["flops", "memory"] = "flops" if by_flops else "memory"
-        seconds = each * count
-        yield Span(now, seconds, "compute", step.phase, step.module, what, bound, step.element)
-        now += seconds
+        yield Span(now, each * count, "compute", *where, what, bound, step.element)
+        now += each * count
     if step.moved:
         seconds = step.moved / real.memory_bandwidth
-        what = "other ops"
-        yield Span(now, seconds, "compute", step.phase, step.module, what, "memory", step.element)
+        yield Span(now, seconds, "compute", *where, "other ops", "memory", step.element)
         now += seconds
     c = step.collective
     if c is not None:
-        cost = collective_cost(c.kind, data_bytes(c.shape, c.dtype), c.ranks, hardware)
-        yield Span(
-            now,
-            cost.seconds,
-            "communication",
-            c.phase,
-            c.module,
-            f"{c.kind} ({cost.algorithm})",
-            "link",
-            step.element,
-            hidden,
-        )
+        cost = _collective_cost(c, hardware)
+        where, what = (c.phase, c.module), f"{c.kind} ({cost.algorithm})"
+        yield Span(now, cost.seconds, "communication", *where, what, "link", step.element, hidden)
 
 
 # --- overlap
@@ -242,17 +234,13 @@ def _overlappable(steps: Sequence[Step], hardware: Hardware) -> dict[int, float]
     No matmul hides more than it takes, in all.
     """
     real = hardware.reached
-    free = [
-        sum(_matmul_seconds(m.flops, m.bytes, m.dtype, real)[0] * n for m, n in step.matmuls)
-        for step in steps
-    ]
+    free = [sum(_matmul_seconds(m, real)[0] * n for m, n in step.matmuls) for step in steps]
     found: dict[int, float] = {}
     for index, step in enumerate(steps):
         c = step.collective
         if c is None or c.phase not in _OVERLAPPING or c.kind not in _BESIDE:
             continue
-        size = data_bytes(c.shape, c.dtype)
-        left = seconds = collective_cost(c.kind, size, c.ranks, hardware).seconds
+        left = seconds = _collective_cost(c, hardware).seconds
         for neighbour in _beside(steps, index, c):
             taken = min(left, free[neighbour])
             free[neighbour] -= taken
@@ -297,6 +285,12 @@ def _share(spans: Iterable[Span]) -> Share:
     return Share(compute, communication, overlappable)
 
 
+def _by_phase(spans: Sequence[Span], phases: Iterable[str]) -> FrozenMap[Share]:
+    """Those of the phases that take any time."""
+    shares = {phase: _share(s for s in spans if s.phase == phase) for phase in phases}
+    return FrozenMap({phase: share for phase, share in shares.items() if share.seconds})
+
+
 def _layers(spans: Iterable[Span]) -> dict[str, Layer]:
     stacks: dict[str, dict[int, list[Span]]] = {}
     for span in spans:
@@ -310,6 +304,4 @@ def _typical(elements: Mapping[int, Sequence[Span]]) -> Layer:
     order = sorted(elements, key=lambda index: (_share(elements[index]).seconds, index))
     index = order[(len(order) - 1) // 2]
     mine = elements[index]
-    phases = {phase: _share(s for s in mine if s.phase == phase) for phase in _OVERLAPPING}
-    found = FrozenMap({phase: share for phase, share in phases.items() if share.seconds})
-    return Layer(index, len(order), _share(mine), found)
+    return Layer(index, len(order), _share(mine), _by_phase(mine, _OVERLAPPING))

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tpplan.kernels.launch import fused, jit, launch, power, rows_of, tl, vector
+from tpplan.kernels.launch import blocks, fused, jit, launch, power, rows_of, tl, vector, warps
 from tpplan.kernels.operator import operator
 
 _CHUNK = 8192  # columns of a row that are read at once
@@ -87,29 +88,17 @@ def _gradient_kernel(
     tl.store(dx + row * v + columns, grad, mask=inside)
 
 
-def plan_statistics(v: int) -> tuple[Any, int, int]:
-    """The kernel for rows of ``v`` logits, its block, and how many warps run it."""
-    block = min(power(v), _CHUNK)
-    return _statistics_kernel, block, max(block // 512, 1)
-
-
-def plan_gradient(v: int) -> tuple[Any, int, int]:
-    """As ``plan_statistics``, for the gradient; a row is of as many programs as it has blocks."""
-    block = min(power(v), _GRADIENT)
-    return _gradient_kernel, block, max(block // 512, 1)
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _blocks(x: torch.Tensor) -> Iterator[slice]:
+def _blocks(x: Tensor) -> Iterator[slice]:
     rows = max(1, _REFERENCE // max(1, x.size(1)))
     for begin in range(0, x.size(0), rows):
         yield slice(begin, begin + rows)
 
 
-def located(target: torch.Tensor, start: int, v: int) -> tuple[torch.Tensor, torch.Tensor]:
+def located(target: Tensor, start: int, v: int) -> tuple[Tensor, Tensor]:
     """The columns of the targets, zero where they are on no column here, and where they are."""
     index = target - start
     here = (index >= 0) & (index < v)
@@ -117,12 +106,8 @@ def located(target: torch.Tensor, start: int, v: int) -> tuple[torch.Tensor, tor
 
 
 def reference_statistics(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    weight: torch.Tensor | None,
-    smooth: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, target: Tensor, start: int, weight: Tensor | None, smooth: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the kernel computes, by PyTorch's own ops; see ``statistics``."""
     v, kind = logits.size(1), _wide(logits.dtype)
     largest = logits.new_full((logits.size(0),), -torch.inf, dtype=kind)
@@ -143,16 +128,16 @@ def reference_statistics(
 
 
 def reference_gradient(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     start: int,
-    weight: torch.Tensor | None,
-    largest: torch.Tensor,
-    log_sum: torch.Tensor,
-    of_sum: torch.Tensor,
-    of_target: torch.Tensor,
-    of_every: torch.Tensor | None,
-) -> torch.Tensor:
+    weight: Tensor | None,
+    largest: Tensor,
+    log_sum: Tensor,
+    of_sum: Tensor,
+    of_target: Tensor,
+    of_every: Tensor | None,
+) -> Tensor:
     """What the kernel computes, by PyTorch's own ops; see ``gradient``."""
     result = torch.empty_like(logits)
     index, here = located(target, start, logits.size(1))
@@ -166,13 +151,13 @@ def reference_gradient(
 
 
 def add_rest(
-    grad: torch.Tensor,
-    index: torch.Tensor,
-    here: torch.Tensor,
-    of_target: torch.Tensor,
-    of_every: torch.Tensor | None,
-    weight: torch.Tensor | None,
-) -> torch.Tensor:
+    grad: Tensor,
+    index: Tensor,
+    here: Tensor,
+    of_target: Tensor,
+    of_every: Tensor | None,
+    weight: Tensor | None,
+) -> Tensor:
     """Add to ``grad`` what flows to the targets' logits and to the sums of all logits."""
     if grad.size(1):
         grad.scatter_add_(1, index, of_target.masked_fill(~here, 0).unsqueeze(1))
@@ -184,12 +169,8 @@ def add_rest(
 
 @operator("tpplan::cross_entropy_statistics")
 def _statistics(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    weight: torch.Tensor | None,
-    smooth: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, target: Tensor, start: int, weight: Tensor | None, smooth: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not fused(logits, weight):
         return reference_statistics(logits, target, start, weight, smooth)
     matrix = rows_of(logits)
@@ -198,39 +179,33 @@ def _statistics(
         logits.new_empty(rows if wanted else 0, dtype=torch.float32)
         for wanted in (True, True, True, smooth)
     )
-    kernel, block, warps = plan_statistics(v)
-    launch(kernel, (rows,))(
+    block = min(power(v), _CHUNK)
+    launch(_statistics_kernel, (rows,))(
         matrix, vector(target), vector(weight), largest, total, chosen, every, matrix.stride(0), v,
-        start, SMOOTH=smooth, WEIGHS=weight is not None, BLOCK=block, num_warps=warps,
+        start, SMOOTH=smooth, WEIGHS=weight is not None, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
     return largest, total, chosen, every
 
 
 @_statistics.register_fake
-def _statistics_fake(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    weight: torch.Tensor | None,
-    smooth: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, kind = logits.shape[0], _wide(logits.dtype)
-    largest, total, chosen = (logits.new_empty(rows, dtype=kind) for _ in range(3))
-    return largest, total, chosen, logits.new_empty(rows if smooth else 0, dtype=kind)
+def _statistics_fake(logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    rows, smooth = logits.shape[0], rest[-1]
+    sizes = (rows, rows, rows, rows if smooth else 0)
+    return tuple(logits.new_empty(size, dtype=_wide(logits.dtype)) for size in sizes)
 
 
 @operator("tpplan::cross_entropy_gradient")
 def _gradient(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     start: int,
-    weight: torch.Tensor | None,
-    largest: torch.Tensor,
-    log_sum: torch.Tensor,
-    of_sum: torch.Tensor,
-    of_target: torch.Tensor,
-    of_every: torch.Tensor | None,
-) -> torch.Tensor:
+    weight: Tensor | None,
+    largest: Tensor,
+    log_sum: Tensor,
+    of_sum: Tensor,
+    of_target: Tensor,
+    of_every: Tensor | None,
+) -> Tensor:
     if not fused(logits, weight):
         return reference_gradient(
             logits, target, start, weight, largest, log_sum, of_sum, of_target, of_every
@@ -238,40 +213,28 @@ def _gradient(
     matrix = rows_of(logits)
     rows, v = matrix.shape
     dx = logits.new_empty(logits.shape)
-    kernel, block, warps = plan_gradient(v)
-    blocks = -(-v // block)
-    launch(kernel, (rows * blocks,))(
+    block = min(power(v), _GRADIENT)
+    across = blocks(v, block)
+    launch(_gradient_kernel, (rows * across,))(
         matrix, vector(target), vector(weight), vector(largest), vector(log_sum), vector(of_sum),
-        vector(of_target), vector(of_every), dx, matrix.stride(0), v, start, blocks,
-        SMOOTH=of_every is not None, WEIGHS=weight is not None, BLOCK=block, num_warps=warps,
+        vector(of_target), vector(of_every), dx, matrix.stride(0), v, start, across,
+        SMOOTH=of_every is not None, WEIGHS=weight is not None, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
     return dx
 
 
-@_gradient.register_fake
-def _gradient_fake(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    start: int,
-    weight: torch.Tensor | None,
-    largest: torch.Tensor,
-    log_sum: torch.Tensor,
-    of_sum: torch.Tensor,
-    of_target: torch.Tensor,
-    of_every: torch.Tensor | None,
-) -> torch.Tensor:
-    return logits.new_empty(logits.shape)
+_gradient.register_fake(lambda logits, *_: logits.new_empty(logits.shape))
 
 
 def statistics(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     start: int,
-    weight: torch.Tensor | None = None,
+    weight: Tensor | None = None,
     *,
     smooth: bool,
     fuse: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What a rank knows of each row's loss; not differentiable by itself.
 
     Args:
@@ -292,18 +255,18 @@ def statistics(
 
 
 def gradient(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     start: int,
-    weight: torch.Tensor | None,
-    largest: torch.Tensor,
-    log_sum: torch.Tensor,
-    of_sum: torch.Tensor,
-    of_target: torch.Tensor,
-    of_every: torch.Tensor | None,
+    weight: Tensor | None,
+    largest: Tensor,
+    log_sum: Tensor,
+    of_sum: Tensor,
+    of_target: Tensor,
+    of_every: Tensor | None,
     *,
     fuse: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """The gradient of a rank's logits, (rows, v) of their dtype.
 
     Args:

@@ -13,12 +13,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from tpplan.kernels.launch import differentiably, fused, jit, launch, power, rows_of, tl, vector
+from tpplan.kernels.launch import (
+    blocks,
+    differentiably,
+    fused,
+    jit,
+    launch,
+    power,
+    rows_of,
+    tl,
+    vector,
+    warps,
+)
 from tpplan.kernels.operator import operator
 
 _COPIED, _SUMMED = 4096, 1024  # columns of one program
-PLACES_AT_ONCE = 8  # rows of the gradient that a program adds up at once
+_PLACES_AT_ONCE = 8  # rows of the gradient that a program adds up at once
 
 
 @jit
@@ -55,18 +67,6 @@ def _add_up_kernel(
     tl.store(dw + row * h + columns, sums, mask=inside)
 
 
-def plan_forward(h: int) -> tuple[Any, int, int]:
-    """The kernel for rows of ``h`` columns, its block, and how many warps run it."""
-    block = min(power(h), _COPIED)
-    return _look_up_kernel, block, max(block // 512, 1)
-
-
-def plan_backward(h: int) -> tuple[Any, int, int]:
-    """As ``plan_forward``, for the gradient, whose kernel also takes ``PLACES_AT_ONCE``."""
-    block = min(power(h), _SUMMED)
-    return _add_up_kernel, block, max(block // 128, 1)
-
-
 def _local(padding_idx: int | None, start: int, v: int) -> int:
     """The row of the padding; -1 where it is not here."""
     row = -1 if padding_idx is None else padding_idx - start
@@ -74,12 +74,8 @@ def _local(padding_idx: int | None, start: int, v: int) -> int:
 
 
 def reference(
-    ids: torch.Tensor,
-    weight: torch.Tensor,
-    start: int,
-    padding_idx: int | None,
-    known: torch.Tensor | None = None,
-) -> torch.Tensor:
+    ids: Tensor, weight: Tensor, start: int, padding_idx: int | None, known: Tensor | None = None
+) -> Tensor:
     """What the kernel computes, by PyTorch's own ops; see ``look_up``.
 
     Args:
@@ -97,85 +93,69 @@ def reference(
 
 
 @operator("tpplan::look_up")
-def _look_up(
-    ids: torch.Tensor, weight: torch.Tensor, start: int, padding_idx: int | None
-) -> torch.Tensor:
+def _look_up(ids: Tensor, weight: Tensor, start: int, padding_idx: int | None) -> Tensor:
     if not fused(weight) or ids.numel() == 0:
         return reference(ids, weight, start, padding_idx)
     matrix, (v, h) = rows_of(weight), weight.shape
     out = weight.new_empty((*ids.shape, h))
-    kernel, block, warps = plan_forward(h)
-    blocks = -(-h // block)
-    launch(kernel, (ids.numel() * blocks,))(
-        vector(ids), matrix, out, matrix.stride(0), h, v, start, blocks, BLOCK=block,
-        num_warps=warps,
+    block = min(power(h), _COPIED)
+    across = blocks(h, block)
+    launch(_look_up_kernel, (ids.numel() * across,))(
+        vector(ids), matrix, out, matrix.stride(0), h, v, start, across, BLOCK=block,
+        num_warps=warps(block),
     )  # fmt: skip
     return out
 
 
-@_look_up.register_fake
-def _look_up_fake(
-    ids: torch.Tensor, weight: torch.Tensor, start: int, padding_idx: int | None
-) -> torch.Tensor:
-    return weight.new_empty((*ids.shape, weight.shape[1]))
+_look_up.register_fake(lambda ids, weight, *_: weight.new_empty((*ids.shape, weight.shape[1])))
 
 
 @operator("tpplan::look_up_backward")
 def _look_up_backward(
-    dy: torch.Tensor, ids: torch.Tensor, v: int, start: int, padding_idx: int | None
-) -> torch.Tensor:
+    dy: Tensor, ids: Tensor, v: int, start: int, padding_idx: int | None
+) -> Tensor:
     h, padding = dy.shape[-1], _local(padding_idx, start, v)
     row = ids.flatten().long() - start
     if not fused(dy) or v == 0:
         kind = torch.promote_types(dy.dtype, torch.float32)
         counts = (row >= 0) & (row < v) & (row != padding)
-        grad = dy.reshape(-1, h)[counts]
-        return (
-            dy.new_zeros((v, h), dtype=kind).index_add_(0, row[counts], grad.to(kind)).to(dy.dtype)
-        )
+        grad, sums = dy.reshape(-1, h)[counts].to(kind), dy.new_zeros((v, h), dtype=kind)
+        return sums.index_add_(0, row[counts], grad).to(dy.dtype)
     grad = rows_of(dy)
     row, places = row.sort(stable=True)
     # the places of row n are places[bounds[n] : bounds[n + 1]]
     bounds = torch.searchsorted(row, torch.arange(v + 1, device=row.device), out_int32=True)
     dw = dy.new_empty((v, h))
-    kernel, block, warps = plan_backward(h)
-    blocks = -(-h // block)
-    launch(kernel, (v * blocks,))(
-        grad, places, bounds, dw, grad.stride(0), h, padding, blocks, PLACES=PLACES_AT_ONCE,
-        BLOCK=block, num_warps=warps,
+    block = min(power(h), _SUMMED)
+    across = blocks(h, block)
+    launch(_add_up_kernel, (v * across,))(
+        grad, places, bounds, dw, grad.stride(0), h, padding, across, PLACES=_PLACES_AT_ONCE,
+        BLOCK=block, num_warps=max(block // 128, 1),
     )  # fmt: skip
     return dw
 
 
-@_look_up_backward.register_fake
-def _look_up_backward_fake(
-    dy: torch.Tensor, ids: torch.Tensor, v: int, start: int, padding_idx: int | None
-) -> torch.Tensor:
-    return dy.new_empty((v, dy.shape[-1]))
+_look_up_backward.register_fake(lambda dy, ids, v, *_: dy.new_empty((v, dy.shape[-1])))
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    ids, weight, ctx.start, ctx.padding_idx = inputs
-    ctx.v = weight.shape[0]
+    ids, weight, *ctx.where = inputs
     ctx.save_for_backward(ids, weight)
 
 
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     ids, weight = ctx.saved_tensors
     if torch.is_grad_enabled():
-        found = differentiably(
-            lambda w: reference(ids, w, ctx.start, ctx.padding_idx), (weight,), dy
-        )
-        return None, found[0], None, None
-    return None, _look_up_backward(dy, ids, ctx.v, ctx.start, ctx.padding_idx), None, None
+        (dw,) = differentiably(lambda w: reference(ids, w, *ctx.where), (weight,), dy)
+    else:
+        dw = _look_up_backward(dy, ids, weight.shape[0], *ctx.where)
+    return None, dw, None, None
 
 
 _look_up.register_autograd(_backward, setup_context=_setup)
 
 
-def look_up(
-    ids: torch.Tensor, weight: torch.Tensor, start: int, padding_idx: int | None = None
-) -> torch.Tensor:
+def look_up(ids: Tensor, weight: Tensor, start: int, padding_idx: int | None = None) -> Tensor:
     """A rank's part of an embedding: (*ids.shape, h), zeros where an id is on another rank.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tpplan.kernels.gelu import gelu_slope, gelu_value, sigmoid_slope
 from tpplan.kernels.launch import (
@@ -30,12 +31,12 @@ from tpplan.kernels.operator import operator
 
 Kind = Literal["silu", "gelu", "gelu_tanh"]
 
-ACTIVATIONS: dict[Kind, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[Kind, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
 }
-_SLOPES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": torch.ops.aten.silu_backward,
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_tanh": lambda grad, gate: torch.ops.aten.gelu_backward(grad, gate, approximate="tanh"),
@@ -84,48 +85,31 @@ def _backward_both(
     tl.store(dup + row * du_row + columns, grad * value, mask=inside)
 
 
-def plan_forward(h: int) -> tuple[Any, int, int, int]:
-    """The kernel for ``h`` columns, rows and columns of its block, and how many warps run it."""
-    return _forward, *tile(h, 2048), 4
-
-
-def plan_backward(h: int) -> tuple[Any, int, int, int]:
-    """As ``plan_forward``, for the gradients."""
-    return _backward_both, *tile(h, 2048), 4
-
-
-def reference(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+def reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """What the kernel computes, by PyTorch's own ops."""
     return ACTIVATIONS[kind](gate) * up  # type: ignore[index]
 
 
-def _halves(x: torch.Tensor, gate_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(x: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
     """The gate and the other half of what holds both, as views."""
     first, second = x.tensor_split(2, -1)
     return (first, second) if gate_first else (second, first)
 
 
-def _multiply(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+def _multiply(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     if not fused(gate, up):
         return reference(gate, up, kind).contiguous()
     g, u, h = rows_of(gate), rows_of(up), gate.shape[-1]
     y = gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
-    kernel, high, columns, warps = plan_forward(h)
-    launch(kernel, (blocks(g.shape[0], high) * blocks(h, columns),))(
+    high, columns = tile(h, 2048)
+    launch(_forward, (blocks(g.shape[0], high) * blocks(h, columns),))(
         g, u, y, g.stride(0), u.stride(0), g.shape[0], h,
-        KIND=kind, ROWS=high, COLUMNS=columns, num_warps=warps,
+        KIND=kind, ROWS=high, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return y
 
 
-def _gradients(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    kind: str,
-    dgate: torch.Tensor,
-    dup: torch.Tensor,
-) -> None:
+def _gradients(dy: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Tensor, dup: Tensor) -> None:
     """Writes the gradients of ``gate`` and ``up`` to two tensors of their shape."""
     if not fused(dy, gate, up):
         top, factor = wide(gate), wide(up)
@@ -134,63 +118,53 @@ def _gradients(
         return
     grad, g, u, h = rows_of(dy), rows_of(gate), rows_of(up), gate.shape[-1]
     dg, du = dgate.view(-1, h), dup.view(-1, h)
-    kernel, high, columns, warps = plan_backward(h)
-    launch(kernel, (blocks(g.shape[0], high) * blocks(h, columns),))(
+    high, columns = tile(h, 2048)
+    launch(_backward_both, (blocks(g.shape[0], high) * blocks(h, columns),))(
         grad, g, u, dg, du, grad.stride(0), g.stride(0), u.stride(0), dg.stride(0), du.stride(0),
-        g.shape[0], h, KIND=kind, ROWS=high, COLUMNS=columns, num_warps=warps,
+        g.shape[0], h, KIND=kind, ROWS=high, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
 
 
+def _like(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 @operator("tpplan::gated")
-def _gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+def _gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return _multiply(gate, up, kind)
 
 
 @_gated.register_fake
-def _gated_fake(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+def _gated_fake(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
 @operator("tpplan::gated_backward")
-def _gated_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    dgate, dup = _like(gate), _like(up)
     _gradients(dy, gate, up, kind, dgate, dup)
     return dgate, dup
 
 
-@_gated_backward.register_fake
-def _gated_backward_fake(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+_gated_backward.register_fake(lambda dy, gate, up, kind: (_like(gate), _like(up)))
 
 
 @operator("tpplan::gated_packed")
-def _packed(x: torch.Tensor, kind: str, gate_first: bool) -> torch.Tensor:
+def _packed(x: Tensor, kind: str, gate_first: bool) -> Tensor:
     return _multiply(*_halves(x, gate_first), kind)
 
 
-@_packed.register_fake
-def _packed_fake(x: torch.Tensor, kind: str, gate_first: bool) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+_packed.register_fake(lambda x, *_: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)))
 
 
 @operator("tpplan::gated_packed_backward")
-def _packed_backward(
-    dy: torch.Tensor, x: torch.Tensor, kind: str, gate_first: bool
-) -> torch.Tensor:
-    dx = x.new_empty(x.shape)
+def _packed_backward(dy: Tensor, x: Tensor, kind: str, gate_first: bool) -> Tensor:
+    dx = _like(x)
     _gradients(dy, *_halves(x, gate_first), kind, *_halves(dx, gate_first))
     return dx
 
 
-@_packed_backward.register_fake
-def _packed_backward_fake(
-    dy: torch.Tensor, x: torch.Tensor, kind: str, gate_first: bool
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
+_packed_backward.register_fake(lambda dy, x, *_: _like(x))
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -198,7 +172,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(gate, up)
 
 
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     gate, up = ctx.saved_tensors
     if torch.is_grad_enabled():
         both = differentiably(lambda g, u: reference(g, u, ctx.kind), (gate, up), dy)
@@ -211,7 +185,7 @@ def _setup_packed(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(x)
 
 
-def _backward_packed(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+def _backward_packed(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     (x,) = ctx.saved_tensors
     if torch.is_grad_enabled():
         (dx,) = differentiably(lambda x: reference(*_halves(x, ctx.gate_first), ctx.kind), (x,), dy)
@@ -223,7 +197,7 @@ _gated.register_autograd(_backward, setup_context=_setup)
 _packed.register_autograd(_backward_packed, setup_context=_setup_packed)
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, *, kind: Kind) -> torch.Tensor:
+def gated(gate: Tensor, up: Tensor, *, kind: Kind) -> Tensor:
     """``act(gate) * up`` for two tensors of one shape (..., h).
 
     Args:
@@ -234,7 +208,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, *, kind: Kind) -> torch.Tensor:
     return _gated(gate, up, _known(kind))  # type: ignore[no-any-return]
 
 
-def gated_packed(x: torch.Tensor, *, kind: Kind, gate_first: bool = True) -> torch.Tensor:
+def gated_packed(x: Tensor, *, kind: Kind, gate_first: bool = True) -> Tensor:
     """``act(gate) * up``, of shape (..., h), for one tensor (..., 2h) that holds both.
 
     Args:

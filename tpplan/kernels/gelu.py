@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tpplan.kernels.launch import (
     blocks,
@@ -127,23 +128,12 @@ def _backward_rows(
         tl.store(dbs + group.to(tl.int64) * h + lanes, tl.sum(db, 0), mask=lanes < h)
 
 
-def plan_forward(h: int) -> tuple[Any, int, int, int]:
-    """The kernel for ``h`` columns, rows and columns of its block, and how many warps run it."""
-    return _forward, *tile(h, 4096), 4
-
-
-def plan_backward(h: int) -> tuple[Any, int, int, int]:
-    """As ``plan_forward``, for the gradients; a program goes down the rows block by block."""
-    # rows that are not aligned need an address for each element, and registers for them
-    return _backward_rows, *tile(h, 2048), 4 if h % 16 == 0 else 8
-
-
-def reference(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
+def reference(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     """What the kernel computes, by PyTorch's own ops."""
     return F.gelu(_sum(x, bias), approximate=_name(tanh)).to(x.dtype)
 
 
-def _sum(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
     top = wide(x)
     return top if bias is None else top + bias.to(top.dtype)
 
@@ -153,39 +143,39 @@ def _name(tanh: bool) -> str:
 
 
 @operator("tpplan::gelu")
-def _gelu(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
+def _gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     if not fused(x, bias):
         return reference(x, bias, tanh).contiguous()
     matrix, h = rows_of(x), x.shape[-1]
     rows = matrix.shape[0]
     y = x.new_empty(x.shape)
-    kernel, high, columns, warps = plan_forward(h)
-    launch(kernel, (blocks(rows, high) * blocks(h, columns),))(
+    high, columns = tile(h, 4096)
+    launch(_forward, (blocks(rows, high) * blocks(h, columns),))(
         matrix, vector(bias), y, matrix.stride(0), rows, h,
-        SHIFTS=bias is not None, TANH=tanh, ROWS=high, COLUMNS=columns, num_warps=warps,
+        SHIFTS=bias is not None, TANH=tanh, ROWS=high, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return y
 
 
-@_gelu.register_fake
-def _gelu_fake(x: torch.Tensor, bias: torch.Tensor | None, tanh: bool) -> torch.Tensor:
-    return x.new_empty(x.shape)
+_gelu.register_fake(lambda x, *_: x.new_empty(x.shape))
 
 
 @operator("tpplan::gelu_backward")
 def _gelu_backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, shifts: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool, shifts: bool
+) -> tuple[Tensor, Tensor]:
     if not fused(dy, x, bias):
         return _reference_backward(dy, x, bias, tanh, shifts)
     grad, matrix, h = rows_of(dy), rows_of(x), x.shape[-1]
     rows = matrix.shape[0]
-    kernel, high, columns, warps = plan_backward(h)
+    high, columns = tile(h, 2048)
+    # rows that are not aligned need an address for each element, and registers for them
+    warps = 4 if h % 16 == 0 else 8
     across = blocks(h, columns)
     groups = groups_of(rows, high, across, x.device)
     dx = x.new_empty(x.shape)
     dbs = x.new_empty((groups if shifts else 0, h), dtype=torch.float32)
-    launch(kernel, (groups * across,))(
+    launch(_backward_rows, (groups * across,))(
         grad, matrix, vector(bias), dx, dbs, grad.stride(0), matrix.stride(0), rows, h,
         SHIFTS=bias is not None, TANH=tanh, DB=shifts, ROWS=high, COLUMNS=columns, num_warps=warps,
     )  # fmt: skip
@@ -193,8 +183,8 @@ def _gelu_backward(
 
 
 def _reference_backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, shifts: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool, shifts: bool
+) -> tuple[Tensor, Tensor]:
     top = _sum(x, bias)
     dx = torch.ops.aten.gelu_backward(dy.to(top.dtype), top, approximate=_name(tanh))
     # one more dimension, as a sum over none of them would be one over all
@@ -204,8 +194,8 @@ def _reference_backward(
 
 @_gelu_backward.register_fake
 def _gelu_backward_fake(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, tanh: bool, shifts: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool, shifts: bool
+) -> tuple[Tensor, Tensor]:
     sums = torch.float64 if x.dtype == torch.float64 else torch.float32
     return x.new_empty(x.shape), x.new_empty(x.shape[-1] if shifts else 0, dtype=sums)
 
@@ -215,7 +205,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(x, bias)
 
 
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, bias = ctx.saved_tensors
     if torch.is_grad_enabled():
         dx, db = differentiably(lambda x, b: reference(x, b, ctx.tanh), (x, bias), dy)
@@ -228,7 +218,7 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
 _gelu.register_autograd(_backward, setup_context=_setup)
 
 
-def gelu(x: torch.Tensor, bias: torch.Tensor | None = None, *, tanh: bool) -> torch.Tensor:
+def gelu(x: Tensor, bias: Tensor | None = None, *, tanh: bool) -> Tensor:
     """GeLU of ``x + bias``, in the shape (..., h) and the dtype of ``x``.
 
     Args:

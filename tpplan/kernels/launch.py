@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 triton: Any = None
 tl: Any = None
@@ -46,7 +47,7 @@ def interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def fused(*tensors: torch.Tensor | None) -> bool:
+def fused(*tensors: Tensor | None) -> bool:
     """Whether a kernel can take these tensors; its reference does otherwise."""
     given = [t for t in tensors if t is not None]
     return triton is not None and all(
@@ -67,7 +68,7 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         with _INTERPRETER:
             program(*args, **constants)
 
-    def run(first: torch.Tensor, *rest: Any, **constants: Any) -> None:
+    def run(first: Tensor, *rest: Any, **constants: Any) -> None:
         device = first.get_device()
         if device == torch.cuda.current_device():
             program(first, *rest, **constants)
@@ -97,6 +98,11 @@ def blocks(n: int, size: int) -> int:
     return -(-n // size)
 
 
+def warps(block: int) -> int:
+    """How many of them run a program on ``block`` elements, 16 to a thread."""
+    return max(block // 512, 1)
+
+
 def groups_of(rows: int, high: int, across: int, device: torch.device) -> int:
     """How many programs share out the rows, where each has sums over its own to write.
 
@@ -109,18 +115,18 @@ def groups_of(rows: int, high: int, across: int, device: torch.device) -> int:
     return min(blocks(rows, max(high, 32)), blocks(16 * processors(device), across))
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def wide(x: Tensor) -> Tensor:
     """``x`` in what it is computed in: at least float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def rows_of(x: torch.Tensor) -> torch.Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """``x`` as a matrix with contiguous rows; a copy only where it has to be one."""
     matrix = x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 
-def vector(parameter: torch.Tensor | None) -> torch.Tensor | None:
+def vector(parameter: Tensor | None) -> Tensor | None:
     """``parameter`` as kernels read it, without strides."""
     return None if parameter is None else parameter.contiguous()
 
@@ -134,10 +140,8 @@ def processors(device: torch.device) -> int:
 
 
 def differentiably(
-    reference: Callable[..., torch.Tensor],
-    inputs: tuple[torch.Tensor | None, ...],
-    grad: torch.Tensor,
-) -> list[torch.Tensor | None]:
+    reference: Callable[..., Tensor], inputs: tuple[Tensor | None, ...], grad: Tensor
+) -> list[Tensor | None]:
     """Gradients that can be differentiated again: those of the reference.
 
     Args:

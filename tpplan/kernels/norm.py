@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tpplan.kernels.launch import (
     blocks,
@@ -22,40 +23,32 @@ from tpplan.kernels.launch import (
     launch,
     processors,
     rows_of,
+    tile,
     vector,
+    wide,
 )
 from tpplan.kernels.norm_bodies import (
+    CHUNK,
     backward_columns,
     backward_sums,
     backward_whole,
     plan_backward,
-    plan_columns,
     plan_forward,
-    plan_sums,
 )
 from tpplan.kernels.operator import operator
 
 
-def _centred(x: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
-    """Less the means of its rows, in at least float32."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    if means.numel() == 0:
-        return wide
-    pairs = means.reshape(*x.shape[:-1], 2)
-    return wide - pairs[..., :1] - pairs[..., 1:]
-
-
 def reference(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     centred: bool,
     offset: float,
     early: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """What the kernel computes, by PyTorch's own ops: the norm, and each row's statistics."""
-    top = x if x.dtype == torch.float64 else x.float()
+    top = wide(x)
     means = top.new_empty(0)
     if centred:
         mean = top.mean(-1, keepdim=True)
@@ -72,22 +65,22 @@ def reference(
     return unit.to(_result(x, weight, early)), means, rstd.flatten()
 
 
-def _result(x: torch.Tensor, weight: torch.Tensor | None, early: bool) -> torch.dtype:
+def _result(x: Tensor, weight: Tensor | None, early: bool) -> torch.dtype:
     # what is cast before it is scaled takes part in PyTorch's promotion
     return torch.promote_types(x.dtype, weight.dtype) if early and weight is not None else x.dtype
 
 
 @operator("tpplan::norm")
 def _norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     centred: bool,
     offset: float,
     early: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not fused(x, residual, weight, bias):
         total = x if residual is None else x + residual
         found = reference(total, weight, bias, eps, centred, offset, early)
@@ -111,15 +104,9 @@ def _norm(
 
 @_norm.register_fake
 def _norm_fake(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    centred: bool,
-    offset: float,
-    early: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    _, _, centred, _, early = rest
     rows = x.numel() // max(x.shape[-1], 1)
     statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
     return (
@@ -132,17 +119,17 @@ def _norm_fake(
 
 @operator("tpplan::norm_backward")
 def _norm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    means: torch.Tensor,
-    rstds: torch.Tensor,
-    dtotal: torch.Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    means: Tensor,
+    rstds: Tensor,
+    dtotal: Tensor | None,
     offset: float,
     early: bool,
     scales: bool,
     shifts: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     centred, h = means.numel() > 0, x.shape[-1]
     if not fused(dy, x, weight, dtotal):
         return _reference_backward(
@@ -158,7 +145,7 @@ def _norm_backward(
         "SCALES": weight is not None, "DW": scales, "DB": shifts,
     }  # fmt: skip
 
-    def partial(n: int) -> list[torch.Tensor]:
+    def partial(n: int) -> list[Tensor]:
         wanted = (n if scales else 0, n if shifts else 0)
         return [torch.empty((k, h), dtype=torch.float32, device=x.device) for k in wanted]
 
@@ -172,38 +159,38 @@ def _norm_backward(
         )  # fmt: skip
     else:
         sums = torch.empty(2 * rows, dtype=torch.float32, device=x.device)
-        block, warps = plan_sums()
         launch(backward_sums, (rows,))(
             grad, matrix, scale, means, rstds, sums, *strides[:2], h, OFFSET=offset,
-            CENTRED=centred, SCALES=weight is not None, BLOCK=block, num_warps=warps,
+            CENTRED=centred, SCALES=weight is not None, BLOCK=CHUNK, num_warps=4,
         )  # fmt: skip
-        high, columns, warps = plan_columns(h)
+        high, columns = tile(h, 2048)
         across = blocks(h, columns)
         groups = groups_of(rows, high, across, x.device)
         dws, dbs = partial(groups)
         launch(backward_columns, (groups * across,))(
             grad, matrix, scale, means, rstds, sums, more, dx, dws, dbs, *strides, rows, h,
-            **choices, ROWS=high, COLUMNS=columns, num_warps=warps,
+            **choices, ROWS=high, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return dx, dws.sum(0) if scales else dws[0:0, 0], dbs.sum(0) if shifts else dbs[0:0, 0]
 
 
 def _reference_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    means: torch.Tensor,
-    rstds: torch.Tensor,
-    dtotal: torch.Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    means: Tensor,
+    rstds: Tensor,
+    dtotal: Tensor | None,
     offset: float,
     early: bool,
     scales: bool,
     shifts: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    each = (*x.shape[:-1], 1)
-    centred = means.numel() > 0
-    rstd = rstds.reshape(each)
-    unit = _centred(x, means) * rstd
+) -> tuple[Tensor, Tensor, Tensor]:
+    centred, rstd, unit = means.numel() > 0, rstds.reshape(*x.shape[:-1], 1), wide(x)
+    if centred:
+        pairs = means.reshape(*x.shape[:-1], 2)
+        unit = unit - pairs[..., :1] - pairs[..., 1:]
+    unit = unit * rstd
     grad = dy.to(unit.dtype)
     scaled = grad if weight is None else grad * (weight.to(unit.dtype) + offset)
     dx = scaled - unit * (scaled * unit).mean(-1, keepdim=True)
@@ -221,24 +208,9 @@ def _reference_backward(
 
 
 @_norm_backward.register_fake
-def _norm_backward_fake(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    means: torch.Tensor,
-    rstds: torch.Tensor,
-    dtotal: torch.Tensor | None,
-    offset: float,
-    early: bool,
-    scales: bool,
-    shifts: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    h = x.shape[-1]
-    return (
-        x.new_empty(x.shape),
-        rstds.new_empty(h if scales else 0),
-        rstds.new_empty(h if shifts else 0),
-    )
+def _norm_backward_fake(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, _, rstds, _, _, _, *wanted = rest  # of the weight's gradient and the bias's, which
+    return x.new_empty(x.shape), *(rstds.new_empty(x.shape[-1] if w else 0) for w in wanted)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -252,9 +224,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(total if ctx.adds else x, weight, bias, means, rstds)
 
 
-def _backward(
-    ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None, *_: Any
-) -> tuple[Any, ...]:
+def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Any, ...]:
     x, weight, bias, means, rstds = ctx.saved_tensors
     if dy is None:
         dx, dw, db = dtotal, None, None
@@ -267,25 +237,14 @@ def _backward(
         if ctx.adds and dx is not None and dtotal is not None:
             dx = dx + dtotal
     else:
-        wanted = [
-            t is not None and need
-            for t, need in zip((weight, bias), ctx.needs_input_grad[2:4], strict=True)
-        ]
-        dx, *rest = _norm_backward(
-            dy,
-            x,
-            weight,
-            means,
-            rstds,
-            dtotal if ctx.adds else None,
-            ctx.offset,
-            ctx.early,
-            *wanted,
+        more = dtotal if ctx.adds else None
+        needed = zip((weight, bias), ctx.needs_input_grad[2:4], strict=True)
+        scale, shift = (t if need else None for t, need in needed)
+        wanted = scale is not None, shift is not None
+        dx, dw, db = _norm_backward(
+            dy, x, weight, means, rstds, more, ctx.offset, ctx.early, *wanted
         )
-        dw, db = (
-            grad.to(t.dtype) if want else None
-            for grad, t, want in zip(rest, (weight, bias), wanted, strict=True)
-        )
+        dw, db = (None if t is None else g.to(t.dtype) for g, t in ((dw, scale), (db, shift)))
     return dx, dx if ctx.adds else None, dw, db, None, None, None, None
 
 
@@ -293,15 +252,15 @@ _norm.register_autograd(_backward, setup_context=_setup)
 
 
 def norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
     *,
     eps: float,
     centred: bool,
     offset: float = 0.0,
     early: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """LayerNorm (``centred``) or RMSNorm of the last dimension of ``x``, of any shape.
 
     Args:
@@ -314,16 +273,16 @@ def norm(
 
 
 def residual_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
     *,
     eps: float,
     centred: bool,
     offset: float = 0.0,
     early: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The norm of ``x + residual``, and that sum, which the stream goes on with; see ``norm``."""
     y, total, _, _ = _norm(x, residual, weight, bias, eps, centred, offset, early)
     return y, total

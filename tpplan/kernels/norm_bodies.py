@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tpplan.kernels.launch import jit, power, tile, tl
+from tpplan.kernels.launch import jit, power, tl
 
 # bytes of the longest rows that are held whole; longer ones are read in chunks, and again for
 # each pass
 _WHOLE_FORWARD, _WHOLE_BACKWARD = 65536, 16384
-_CHUNK = 2048
+CHUNK = 2048
 
 
 @jit
@@ -242,7 +242,7 @@ def _fits(h: int, itemsize: int, most: int) -> bool:
 def plan_forward(h: int, itemsize: int) -> tuple[Any, int, int]:
     """The kernel for rows of ``h`` columns, its block, and how many warps run it."""
     if not _fits(h, itemsize, _WHOLE_FORWARD):
-        return forward_chunks, _CHUNK, 4
+        return forward_chunks, CHUNK, 4
     block = power(h)
     return forward_whole, block, min(max(block // 1024, 1), 16)
 
@@ -256,13 +256,3 @@ def plan_backward(h: int, itemsize: int) -> tuple[int, int, int] | None:
         return None
     block = power(h)
     return block, min(max(block // 512, 1), 16), max(1, min(8, 8192 // block))
-
-
-def plan_sums() -> tuple[int, int]:
-    """Block and warps of ``backward_sums``."""
-    return _CHUNK, 4
-
-
-def plan_columns(h: int) -> tuple[int, int, int]:
-    """Rows and columns of a block of ``backward_columns``, and its warps."""
-    return *tile(h, 2048), 4

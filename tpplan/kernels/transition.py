@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from tpplan.kernels.launch import FLOATS, fused, jit, launch, power, tl, vector, wide
+from tpplan.kernels.launch import FLOATS, blocks, fused, jit, launch, power, tl, vector, warps, wide
 from tpplan.kernels.operator import operator
 
 _BLOCK = 4096  # elements of one program
@@ -47,26 +48,18 @@ def _move_kernel(
         tl.store(whole + lanes, values, mask=lanes < filled)
 
 
-def plan(run: int) -> tuple[Any, int, int]:
-    """The kernel for chunks of ``run`` elements, its block, and how many warps run it."""
-    block = min(power(run), _BLOCK)
-    return _move_kernel, block, max(block // 512, 1)
-
-
-def _move(
-    packed: torch.Tensor, whole: torch.Tensor, packs: bool, bias: torch.Tensor | None = None
-) -> None:
+def _move(packed: Tensor, whole: Tensor, packs: bool, bias: Tensor | None = None) -> None:
     ranks, batch, chunk, width = packed.shape
     rows = chunk if bias is None else 1  # where a program has a bias, it has columns of one row
-    kernel, block, warps = plan(rows * width)
-    blocks = -(-rows * width // block)
-    launch(kernel, (ranks * batch * (chunk // rows) * blocks,))(
-        packed, whole, vector(bias), batch, chunk, rows, whole.shape[1], width, blocks, 1 / ranks,
-        PACKS=packs, SHIFTS=bias is not None, BLOCK=block, num_warps=warps,
+    block = min(power(rows * width), _BLOCK)
+    across = blocks(rows * width, block)
+    launch(_move_kernel, (ranks * batch * (chunk // rows) * across,))(
+        packed, whole, vector(bias), batch, chunk, rows, whole.shape[1], width, across, 1 / ranks,
+        PACKS=packs, SHIFTS=bias is not None, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
 
 
-def reference_unpack(packed: torch.Tensor, length: int) -> torch.Tensor:
+def reference_unpack(packed: Tensor, length: int) -> Tensor:
     """What the kernel computes, by PyTorch's own ops: (ranks, b, c, h) to (b, length, h)."""
     chunk = packed.shape[2]
     parts = [
@@ -77,8 +70,8 @@ def reference_unpack(packed: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def reference_pack(
-    whole: torch.Tensor, bias: torch.Tensor | None, ranks: int, chunk: int, dtype: torch.dtype
-) -> torch.Tensor:
+    whole: Tensor, bias: Tensor | None, ranks: int, chunk: int, dtype: torch.dtype
+) -> Tensor:
     """What the kernel computes, by PyTorch's own ops: (b, s, h) to (ranks, b, chunk, h)."""
     batch, length, width = whole.shape
     padded = F.pad(whole, (0, 0, 0, ranks * chunk - length))
@@ -89,7 +82,7 @@ def reference_pack(
 
 
 @operator("tpplan::unpack")
-def _unpack(packed: torch.Tensor, length: int) -> torch.Tensor:
+def _unpack(packed: Tensor, length: int) -> Tensor:
     if not fused(packed) or length == 0:
         return reference_unpack(packed, length)
     out = packed.new_empty((packed.shape[1], length, packed.shape[3]))
@@ -98,14 +91,12 @@ def _unpack(packed: torch.Tensor, length: int) -> torch.Tensor:
 
 
 @_unpack.register_fake
-def _unpack_fake(packed: torch.Tensor, length: int) -> torch.Tensor:
+def _unpack_fake(packed: Tensor, length: int) -> Tensor:
     return packed.new_empty((packed.shape[1], length, packed.shape[3]))
 
 
 @operator("tpplan::pack")
-def _pack(
-    whole: torch.Tensor, bias: torch.Tensor | None, ranks: int, chunk: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _pack(whole: Tensor, bias: Tensor | None, ranks: int, chunk: int, dtype: torch.dtype) -> Tensor:
     if not fused(whole, bias) or dtype not in FLOATS:
         return reference_pack(whole, bias, ranks, chunk, dtype)
     out = whole.new_empty((ranks, whole.shape[0], chunk, whole.shape[2]), dtype=dtype)
@@ -115,8 +106,8 @@ def _pack(
 
 @_pack.register_fake
 def _pack_fake(
-    whole: torch.Tensor, bias: torch.Tensor | None, ranks: int, chunk: int, dtype: torch.dtype
-) -> torch.Tensor:
+    whole: Tensor, bias: Tensor | None, ranks: int, chunk: int, dtype: torch.dtype
+) -> Tensor:
     return whole.new_empty((ranks, whole.shape[0], chunk, whole.shape[2]), dtype=dtype)
 
 
@@ -124,7 +115,7 @@ def _setup_unpack(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.ranks, _, ctx.chunk, _ = inputs[0].shape
 
 
-def _backward_unpack(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def _backward_unpack(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return _pack(grad, None, ctx.ranks, ctx.chunk, grad.dtype), None
 
 
@@ -134,7 +125,7 @@ def _setup_pack(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.shift = None if bias is None else bias.dtype
 
 
-def _backward_pack(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def _backward_pack(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     shift = None
     if ctx.shift is not None:
         shift = (wide(grad).sum((0, 1, 2)) / ctx.ranks).to(ctx.shift)
@@ -146,7 +137,7 @@ _unpack.register_autograd(_backward_unpack, setup_context=_setup_unpack)
 _pack.register_autograd(_backward_pack, setup_context=_setup_pack)
 
 
-def unpack(gathered: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+def unpack(gathered: Tensor, dim: int, length: int) -> Tensor:
     """The whole tensor, ``length`` along ``dim``, of all ranks' padded chunks.
 
     A view where that is one, as it is for a batch of one.
@@ -170,13 +161,13 @@ def is_view(shape: Sequence[int], dim: int, ranks: int) -> bool:
 
 
 def pack(
-    whole: torch.Tensor,
+    whole: Tensor,
     dim: int,
     ranks: int,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The chunks along ``dim`` of ``ranks`` ranks, one behind the other, the last ones padded.
 
     A view where that is one, as it is for a batch of one of which all chunks are full.

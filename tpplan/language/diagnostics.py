@@ -102,6 +102,23 @@ class TextError(ValueError):
         return self.message
 
 
+class Reporter:
+    """What is found wrong while reading on: ``problems``."""
+
+    def __init__(self) -> None:
+        self.problems: list[Diagnostic] = []
+
+    def report(
+        self,
+        message: str,
+        position: Position,
+        hint: str | None = None,
+        related: Iterable[tuple[str, Position]] = (),
+    ) -> None:
+        """Note a problem."""
+        self.problems.append(Diagnostic(message, position, hint, tuple(related)))
+
+
 def suggest(word: str, choices: Iterable[str]) -> str | None:
     """The choice that ``word`` was probably meant to be."""
     if len(word) > _LONGEST_SUGGESTED:

@@ -42,11 +42,6 @@ class _Node:
     token: _Token
     operands: tuple[_Node, ...] = ()
 
-    def walk(self) -> Iterator[_Node]:
-        yield self
-        for operand in self.operands:
-            yield from operand.walk()
-
 
 @dataclass(frozen=True)
 class Expression:
@@ -61,10 +56,9 @@ class Expression:
     _root: _Node = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        root = _Reader(self.text).read()
-        names = frozenset(n.token.text for n in root.walk() if n.token.kind == "name")
-        object.__setattr__(self, "_root", root)
-        object.__setattr__(self, "names", names)
+        reader = _Reader(self.text)
+        object.__setattr__(self, "names", reader.names)
+        object.__setattr__(self, "_root", reader.read())
 
     def evaluate(self, values: Mapping[str, int]) -> int:
         """The expression's value where its names have ``values``.
@@ -103,7 +97,8 @@ class _Reader:
         if len(text) > MAX_LENGTH:
             raise ExpressionError(f"an expression has at most {MAX_LENGTH} characters", MAX_LENGTH)
         self.tokens = list(_tokens(text))
-        self.end = _Token("the end", "end", len(text))
+        self.names = frozenset(token.text for token in self.tokens if token.kind == "name")
+        self.end = len(text)
         self.depth = 0
 
     def read(self) -> _Node:
@@ -113,10 +108,9 @@ class _Reader:
         return root
 
     def unexpected(self) -> ExpressionError:
-        token = self.tokens[0] if self.tokens else self.end
-        if token is self.end:
-            return ExpressionError("the expression ends too early", token.offset)
-        return ExpressionError(f"unexpected {quoted(token.text)}", token.offset)
+        if not self.tokens:
+            return ExpressionError("the expression ends too early", self.end)
+        return ExpressionError(f"unexpected {quoted(self.tokens[0].text)}", self.tokens[0].offset)
 
     def next_is(self, *texts: str) -> bool:
         return bool(self.tokens) and self.tokens[0].text in texts
@@ -165,10 +159,8 @@ def _tokens(text: str) -> Iterator[_Token]:
         found = _TOKEN.match(text, offset)
         if found is None:
             allowed = "names, whole numbers, + - * // % and parentheses"
-            message = (
-                f"{quoted(text[offset])} cannot stand here; an expression is made of {allowed}"
-            )
-            raise ExpressionError(message, offset)
+            message = f"{quoted(text[offset])} cannot stand here; an expression is made of"
+            raise ExpressionError(f"{message} {allowed}", offset)
         if found["number"] and int(found["number"]) >= MAX_MAGNITUDE:
             raise ExpressionError("the number is too large", offset)
         yield _Token(found[0], found.lastgroup or "symbol", offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import math
@@ -85,11 +86,9 @@ def nearest(pattern: Pattern, paths: Iterable[str]) -> str | None:
 
 
 def _matches_some(text: str, paths: Iterable[str]) -> bool:
-    try:
-        pattern = Pattern(text)
-    except PatternError:
-        return False
-    return any(pattern.matches(path) for path in paths)
+    with contextlib.suppress(PatternError):
+        return any(map(Pattern(text).matches, paths))
+    return False
 
 
 def _shapes(paths: Iterable[str]) -> list[_Shape]:
@@ -194,12 +193,12 @@ def _written(edit: _Edit, shape: _Shape, shapes: Sequence[_Shape]) -> str:
     siblings = {
         s.names[index] for s in shapes if len(s.names) > index and s.names[:index] == prefix
     }
-    chosen: dict[str, None] = {}
+    chosen = []
     for segment in piece.alternatives:
         name = max(sorted(siblings), key=lambda sibling: _ratio(segment.text, sibling))
-        if _ratio(segment.text, name) >= _LEAST_SIMILAR:
-            chosen[name] = None
-    return _joined(list(chosen)) if chosen else shape.names[index]
+        if _ratio(segment.text, name) >= _LEAST_SIMILAR and name not in chosen:
+            chosen.append(name)
+    return _joined(chosen) if chosen else shape.names[index]
 
 
 def _joined(names: list[str]) -> str:

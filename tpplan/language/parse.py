@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 from tpplan.language.diagnostics import (
     Diagnostic,
@@ -16,14 +17,7 @@ from tpplan.language.diagnostics import (
 )
 from tpplan.language.plan import FrozenMap, Plan, Rule
 from tpplan.language.source import Broken, MappingNode, Node, Scalar, ScalarKind, read_tree
-from tpplan.language.styles import (
-    KERNEL_CHOICES,
-    KERNEL_KINDS,
-    KEYS,
-    REMOVE,
-    STYLES,
-    VERSION,
-)
+from tpplan.language.styles import KERNEL_CHOICES, KERNEL_KINDS, KEYS, REMOVE, STYLES, VERSION
 from tpplan.language.values import Values
 
 MAX_EXTENDS = 8
@@ -113,28 +107,21 @@ class _PlanReader(Values):
         self.check_keys()
         base = self.entry("extends", self.base) or _DEFAULTS
         rules = self.rules(root.position, base)
-        description = self.entry("description", self.text)
-        models = self.entry("models", lambda node, what: self.names(node, what, True))
-        sequence_parallel = self.entry("sequence_parallel", self.flag)
-        layers = self.entry("layers", self.pattern)
-        sequence_dim = self.entry("sequence_dim", lambda node, what: self.whole(node, what, 0))
-        kernels = self.entry("kernels", self.kernels) or {}
-        return Plan(
-            name=self.source.name,
-            path=self.source.path,
-            description=base.description if description is None else description.strip(),
-            models=base.models if models is None else models,
-            sequence_parallel=(
-                base.sequence_parallel if sequence_parallel is None else sequence_parallel
-            ),
-            rules=rules,
-            layers=base.layers if layers is None else layers,
-            layers_position=(
-                base.layers_position if layers is None else self.entries["layers"][1].position
-            ),
-            sequence_dim=base.sequence_dim if sequence_dim is None else sequence_dim,
-            kernels=FrozenMap({**base.kernels, **kernels}),
-            text=self.source.text,
+        readers: dict[str, Callable[[Node, str], Any]] = {
+            "description": lambda node, what: (self.text(node, what) or "").strip(),
+            "models": lambda node, what: self.names(node, what, may_be_empty=True),
+            "sequence_parallel": self.flag,
+            "layers": self.pattern,
+            "sequence_dim": lambda node, what: self.whole(node, what, 0),
+        }
+        found = {key: self.entry(key, read) for key, read in readers.items()}
+        stated = {key: value for key, value in found.items() if value is not None}
+        if "layers" in stated:
+            stated["layers_position"] = self.entries["layers"][1].position
+        kernels = FrozenMap({**base.kernels, **(self.entry("kernels", self.kernels) or {})})
+        name, path, text = self.source.name, self.source.path, self.source.text
+        return replace(
+            base, name=name, path=path, rules=rules, kernels=kernels, text=text, **stated
         )
 
     def root(self) -> MappingNode:
@@ -162,9 +149,8 @@ class _PlanReader(Values):
         if version is None or version == VERSION:
             return
         message = f"the plan is written in version {version} of the plan language"
-        hint = f"this tpplan reads version {VERSION}" + (
-            "; a newer one may read it" if version > VERSION else ""
-        )
+        newer = "; a newer one may read it" if version > VERSION else ""
+        hint = f"this tpplan reads version {VERSION}{newer}"
         # What follows may be written in a grammar that is not known here.
         raise PlanError([Diagnostic(message, self.entries["tpplan"][1].position, hint)])
 
@@ -174,9 +160,8 @@ class _PlanReader(Values):
                 continue
             is_rule = isinstance(value, Scalar) and value.text in STYLES
             if is_rule and suggest(text, KEYS) is None:
-                self.report(
-                    f"unknown key {quoted(text)}", key.position, "a rule stands under 'rules:'"
-                )
+                hint = "a rule stands under 'rules:'"
+                self.report(f"unknown key {quoted(text)}", key.position, hint)
             else:
                 self.unknown(key, "key", KEYS, f"the keys are {', '.join(KEYS)}")
 
@@ -249,20 +234,19 @@ class _PlanReader(Values):
     def rule(self, key: Scalar, value: Node, optional: bool) -> Rule | None:
         before = len(self.problems)
         pattern = self.pattern(Scalar(key.position, key.text, ScalarKind.TEXT), quoted(key.text))
-        options: dict[str, object] = {}
-        positions: dict[str, Position] = {}
-        if isinstance(value, MappingNode):
-            entries = {k.text: (k, v) for k, v in value.entries}
-            style = self.style_of(entries, value)
-            if style is not None:
-                self.options(style, entries, options, positions)
+        pairs = value.entries if isinstance(value, MappingNode) else ()
+        entries = {k.text: (k, v) for k, v in pairs}
+        style, options = None, FrozenMap[object]()
+        if "style" in entries or not isinstance(value, MappingNode):
+            style = self.style(entries.pop("style", (key, value))[1])
         else:
-            style = self.style(value)
+            self.report("the rule does not say its style", value.position, "add 'style:'")
+        if style is not None:
+            options = FrozenMap(self.options(style, entries))
         if pattern is None or style is None or len(self.problems) > before:
             return None
-        return Rule(
-            pattern, style, FrozenMap(options), optional, key.position, FrozenMap(positions)
-        )
+        positions = FrozenMap({name: key.position for name, (key, _) in entries.items()})
+        return Rule(pattern, style, options, optional, key.position, positions)
 
     def style(self, node: Node) -> str | None:
         if isinstance(node, Broken):
@@ -277,34 +261,19 @@ class _PlanReader(Values):
         self.report(f"unknown style {quoted(node.text)}", node.position, hint)
         return None
 
-    def style_of(self, entries: dict[str, tuple[Scalar, Node]], node: MappingNode) -> str | None:
-        if "style" in entries:
-            return self.style(entries["style"][1])
-        self.report("the rule does not say its style", node.position, "add 'style:'")
-        return None
-
-    def options(
-        self,
-        style: str,
-        entries: dict[str, tuple[Scalar, Node]],
-        options: dict[str, object],
-        positions: dict[str, Position],
-    ) -> None:
-        known = STYLES[style].options
+    def options(self, style: str, entries: dict[str, tuple[Scalar, Node]]) -> dict[str, object]:
+        known, options = STYLES[style].options, dict[str, object]()
         for name, (key, value) in entries.items():
-            if name == "style":
+            if name in known:
+                options[name] = self.option(value, name, known[name])
                 continue
-            if name not in known:
-                others = [other for other in STYLES if name in STYLES[other].options]
-                listed = f"its options are {', '.join(known)}" if known else "it has none"
-                if others:
-                    listed = f"it is an option of {' and '.join(others)}"
-                hint = listed if others else did_you_mean(name, known, listed)
-                message = f"'{style}' has no option {quoted(name)}"
-                self.report(message, key.position, hint)
-                continue
-            options[name] = self.option(value, name, known[name])
-            positions[name] = key.position
+            others = [other for other in STYLES if name in STYLES[other].options]
+            listed = f"its options are {', '.join(known)}" if known else "it has none"
+            hint = did_you_mean(name, known, listed)
+            if others:
+                hint = f"it is an option of {' and '.join(others)}"
+            self.report(f"'{style}' has no option {quoted(name)}", key.position, hint)
+        return options
 
     # --- kernels
 

@@ -75,13 +75,14 @@ class Segment:
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", "".join(token.text for token in self.tokens))
         object.__setattr__(self, "literal", all(isinstance(t.value, str) for t in self.tokens))
-        object.__setattr__(self, "spans", any(_is(t, Sign.DOUBLE_STAR) for t in self.tokens))
+        spans = any(token.value is Sign.DOUBLE_STAR for token in self.tokens)
+        object.__setattr__(self, "spans", spans)
 
     def matches(self, name: str) -> bool:
         """Whether one segment of a path fits; ``**`` is not for this method."""
         if self.literal:
             return name == self.text
-        return wildcard_match(self.tokens, _is_star, name, Token.accepts)
+        return wildcard_match(self.tokens, lambda t: t.value is Sign.STAR, name, Token.accepts)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def match_segments(segments: Sequence[Segment], names: Sequence[str]) -> bool:
     # Most paths end in another name, which this finds out soonest.
     if not last.spans and not last.matches(names[-1]):
         return False
-    return wildcard_match(segments, _spans, names, Segment.matches)
+    return wildcard_match(segments, lambda s: s.spans, names, Segment.matches)
 
 
 def wildcard_match(
@@ -154,18 +155,6 @@ def wildcard_match(
         else:
             return False
     return all(is_wild(rest) for rest in elements[element:])
-
-
-def _is(token: Token, sign: Sign) -> bool:
-    return token.value is sign
-
-
-def _is_star(token: Token) -> bool:
-    return token.value is Sign.STAR
-
-
-def _spans(segment: Segment) -> bool:
-    return segment.spans
 
 
 class _Reader:
@@ -277,7 +266,7 @@ class _Reader:
         if not parts[-1]:
             raise PatternError("a segment is empty", max(0, end - 1))
         for part in parts:
-            for token in part:
-                if token.value is Sign.DOUBLE_STAR and len(part) > 1:
-                    raise PatternError("'**' must be a whole segment", token.offset)
+            wide = next((token for token in part if token.value is Sign.DOUBLE_STAR), None)
+            if wide is not None and len(part) > 1:
+                raise PatternError("'**' must be a whole segment", wide.offset)
         return tuple(Segment(tuple(part)) for part in parts)

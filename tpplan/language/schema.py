@@ -15,7 +15,6 @@ from tpplan.language.styles import (
     VERSION,
     Kind,
     Option,
-    Words,
 )
 
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
@@ -110,19 +109,20 @@ def schema() -> dict[str, Any]:
 def _rule() -> dict[str, Any]:
     words = [{"const": name, "description": style.summary} for name, style in STYLES.items()]
     removal = {"const": REMOVE, "description": "drop the inherited rule"}
-    detailed = [_detailed(name, style) for name, style in STYLES.items()]
+    detailed = [
+        {
+            "type": "object",
+            "description": style.summary,
+            "properties": {
+                "style": {"const": name},
+                **{key: _option(option) for key, option in style.options.items()},
+            },
+            "required": ["style"],
+            "additionalProperties": False,
+        }
+        for name, style in STYLES.items()
+    ]
     return {"anyOf": [*words, removal, *detailed]}
-
-
-def _detailed(name: str, style: Words) -> dict[str, Any]:
-    options = {key: _option(option) for key, option in style.options.items()}
-    return {
-        "type": "object",
-        "description": style.summary,
-        "properties": {"style": {"const": name}, **options},
-        "required": ["style"],
-        "additionalProperties": False,
-    }
 
 
 def _option(option: Option) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from tpplan.language.diagnostics import Diagnostic, PlanError, Position, quoted
+from tpplan.language.diagnostics import Diagnostic, PlanError, Position, Reporter, quoted
 
 MAX_DEPTH = 20
 MAX_NODES = 20_000
@@ -20,6 +20,12 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 _BRACKETS = r"(?:\{[^:{}]*\}|\[[^:\[\]]*\])"
 _KEY_TO_QUOTE = re.compile(rf"\s*((?:[*&!%@`]|{_BRACKETS})[^\s:]*)\s*:")
 _VALUE_TO_QUOTE = re.compile(rf"\s*[^\s:]+:\s+([*&!%@`][^\s,]*|{_BRACKETS}[^\s,#]\S*)")
+# what to do about what PyYAML says
+_HINTS = {
+    "\\t": "indent with spaces, not with tabs",
+    "mapping values are not allowed": "check the indentation, and quote a text that contains ': '",
+    "could not find expected ':'": "every line reads 'key: value', with a space after the colon",
+}
 _TAG_PREFIX = "tag:yaml.org,2002:"
 
 
@@ -102,15 +108,13 @@ class _Open:
     children: list[Node] = field(default_factory=list)
 
 
-class _Reader:
+class _Reader(Reporter):
     """Builds nodes from YAML's events with a stack of its own, so that no nesting overflows it."""
 
     def __init__(self, text: str, file: str, what: str) -> None:
-        self.text = text
-        self.file = file
-        self.what = what
+        super().__init__()
+        self.text, self.file, self.what = text, file, what
         self.lines = _LINE_BREAK.split(text)
-        self.problems: list[Diagnostic] = []
         self.open: list[_Open] = []
         self.roots: list[Node] = []
         # Any: the methods that it inherits have no annotations.
@@ -126,7 +130,7 @@ class _Reader:
                 documents += 1
                 if documents == 2:
                     message = f"a {self.what} is one YAML document, but here a second one starts"
-                    self.problem(message, self.between(event))
+                    self.report(message, self.between(event))
             elif isinstance(event, yaml.NodeEvent):
                 self.node(event)
             elif isinstance(event, yaml.CollectionEndEvent):
@@ -157,25 +161,19 @@ class _Reader:
     def node(self, event: yaml.NodeEvent) -> None:
         position = self.between(event)
         if isinstance(event, yaml.AliasEvent):
-            message = (
-                f"YAML reads {quoted(f'*{event.anchor}')} as an alias, which a {self.what} has not"
-            )
-            self.problem(message, position, f'quote the pattern: "*{event.anchor}"')
+            hint = f'quote the pattern: "*{event.anchor}"'
+            self.reads(f"*{event.anchor}", "alias", position, hint)
             self.attach(Broken(position))
             return
         if event.anchor is not None:
-            message = (
-                f"YAML reads {quoted(f'&{event.anchor}')} as an anchor, which a {self.what} has not"
-            )
             hint = "write a value out wherever it is needed, and quote a text that starts with '&'"
-            self.problem(message, position, hint)
+            self.reads(f"&{event.anchor}", "anchor", position, hint)
         tag = getattr(event, "tag", None)
         if tag is not None:
             name = tag.replace(_TAG_PREFIX, "!!") if tag.startswith(_TAG_PREFIX) else tag
             hint = "leave the tag away, and quote a text that starts with '!'"
-            self.problem(
-                f"the YAML tag {quoted(name)} is not allowed in a {self.what}", position, hint
-            )
+            message = f"the YAML tag {quoted(name)} is not allowed in a {self.what}"
+            self.report(message, position, hint)
         if isinstance(event, yaml.ScalarEvent):
             nameless = event.anchor is not None and not event.value
             broken = tag is not None or nameless
@@ -186,9 +184,13 @@ class _Reader:
             raise PlanError([*self.problems, Diagnostic(message, position)])
         self.open.append(_Open(event, broken=tag is not None))
 
+    def reads(self, text: str, kind: str, position: Position, hint: str) -> None:
+        message = f"YAML reads {quoted(text)} as an {kind}, which a {self.what} has not"
+        self.report(message, position, hint)
+
     def scalar(self, event: yaml.ScalarEvent, position: Position) -> Node:
         if _UNPRINTABLE.search(event.value):
-            self.problem("the text holds a character that cannot be printed", position)
+            self.report("the text holds a character that cannot be printed", position)
             return Broken(position)
         resolved = self.loader.resolve(yaml.ScalarNode, event.value, event.implicit)
         kind = _KINDS.get(str(resolved).removeprefix(_TAG_PREFIX), ScalarKind.TEXT)
@@ -216,7 +218,7 @@ class _Reader:
             if key.text in seen:
                 first = ("it was given here first", seen[key.text].position)
                 message = f"the key {quoted(key.text)} is given twice"
-                self.problem(message, key.position, related=(first,))
+                self.report(message, key.position, related=(first,))
                 continue
             seen[key.text] = key
             yield key, value
@@ -227,16 +229,16 @@ class _Reader:
             start = node.position.column - 1
             written = node.position.text[start : start + node.position.length]
             hint = f'quote the pattern: "{written}"' if written[0] in "{[" else None
-            self.problem(f"a key is text, but this is {what}", node.position, hint)
+            self.report(f"a key is text, but this is {what}", node.position, hint)
             return False
         if node.kind is ScalarKind.MERGE:
             hint = "a plan inherits from another with 'extends:'"
-            self.problem("merge keys are not part of the plan language", node.position, hint)
+            self.report("merge keys are not part of the plan language", node.position, hint)
             return False
         if node.kind is not ScalarKind.TEXT:
             advice = f'quote it: "{node.text}"' if node.text else None
             message = f"a key is text, but YAML reads this as {node.kind.value}"
-            self.problem(message, node.position, advice)
+            self.report(message, node.position, advice)
             return bool(node.text)
         return True
 
@@ -255,15 +257,6 @@ class _Reader:
         if end.line != start.line:
             stop = len(self.lines[start.line].rstrip())
         return self.position(start.line, start.column, stop - start.column)
-
-    def problem(
-        self,
-        message: str,
-        position: Position,
-        hint: str | None = None,
-        related: tuple[tuple[str, Position], ...] = (),
-    ) -> None:
-        self.problems.append(Diagnostic(message, position, hint, related))
 
     def unreadable(self, error: yaml.reader.ReaderError) -> Diagnostic:
         before = _LINE_BREAK.split(self.text[: error.position])
@@ -289,12 +282,6 @@ class _Reader:
         return Diagnostic(problem, position, self.syntax_hint(error), related)
 
     def syntax_hint(self, error: yaml.MarkedYAMLError) -> str | None:
-        if "\\t" in (error.problem or ""):
-            return "indent with spaces, not with tabs"
-        if "flow" in (error.context or ""):
+        if "\\t" not in (error.problem or "") and "flow" in (error.context or ""):
             return "close every '{' and '[', and quote patterns that stand within them"
-        if "mapping values are not allowed" in (error.problem or ""):
-            return "check the indentation, and quote a text that contains ': '"
-        if "could not find expected ':'" in (error.problem or ""):
-            return "every line reads 'key: value', with a space after the colon"
-        return None
+        return next((hint for said, hint in _HINTS.items() if said in (error.problem or "")), None)

@@ -68,11 +68,7 @@ STYLES: dict[str, Words] = {
     "sequence_parallel": Words("run on a part of the sequence; replicated without it"),
     "vocab": Words(
         "shard an embedding or a head by vocabulary",
-        {
-            "output": Option(
-                Kind.CHOICE, "leave logits sharded or gather them", ("shard", "gather")
-            ),
-        },
+        {"output": Option(Kind.CHOICE, "leave logits sharded or gather them", ("shard", "gather"))},
     ),
     "replicate": Words(
         "leave the parameters whole on every rank, those of modules inside as well",

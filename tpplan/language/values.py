@@ -5,13 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from tpplan.language.diagnostics import (
-    Diagnostic,
-    Position,
-    TextError,
-    did_you_mean,
-    quoted,
-)
+from tpplan.language.diagnostics import Position, Reporter, TextError, did_you_mean, quoted
 from tpplan.language.expressions import Expression
 from tpplan.language.patterns import Pattern
 from tpplan.language.plan import FrozenMap
@@ -22,21 +16,8 @@ _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _FLAGS = {"true": True, "false": False}
 
 
-class Values:
+class Values(Reporter):
     """Reads nodes. Every method returns None where it reported a problem."""
-
-    def __init__(self) -> None:
-        self.problems: list[Diagnostic] = []
-
-    def report(
-        self,
-        message: str,
-        position: Position,
-        hint: str | None = None,
-        related: Iterable[tuple[str, Position]] = (),
-    ) -> None:
-        """Note a problem."""
-        self.problems.append(Diagnostic(message, position, hint, tuple(related)))
 
     def mismatch(self, node: Node, what: str, wanted: str, hint: str | None = None) -> None:
         """Note that ``node`` is not what is ``wanted``."""
@@ -74,19 +55,16 @@ class Values:
 
     def flag(self, node: Node, what: str) -> bool | None:
         """True or false, and none of YAML's other words for it."""
-        hint = None
-        if isinstance(node, Scalar):
-            stated = _FLAGS.get(node.text.lower())
-            if node.kind is ScalarKind.BOOLEAN and stated is not None:
-                return stated
-            if stated is not None:
-                hint = "leave the quotes away"
-            elif node.kind is ScalarKind.BOOLEAN:
-                hint = f"write '{'true' if node.text.lower() in ('yes', 'on') else 'false'}'"
-                self.report(f"{what} must be true or false", node.position, hint)
-                return None
-        self.mismatch(node, what, "true or false", hint)
-        return None
+        if not isinstance(node, Scalar) or node.kind is not ScalarKind.BOOLEAN:
+            is_quoted = isinstance(node, Scalar) and node.text.lower() in _FLAGS
+            hint = "leave the quotes away" if is_quoted else None
+            self.mismatch(node, what, "true or false", hint)
+            return None
+        word = node.text.lower()
+        if word not in _FLAGS:
+            hint = f"write '{'true' if word in ('yes', 'on') else 'false'}'"
+            self.report(f"{what} must be true or false", node.position, hint)
+        return _FLAGS.get(word)
 
     def whole(self, node: Node, what: str, minimum: int | None = None) -> int | None:
         """A whole number in plain decimal digits."""
@@ -230,11 +208,7 @@ class Values:
         return None
 
     def by_identifier(
-        self,
-        node: Node,
-        what: str,
-        option: Option,
-        read: Callable[[Node, str], int | str | None],
+        self, node: Node, what: str, option: Option, read: Callable[[Node, str], int | str | None]
     ) -> FrozenMap[object] | None:
         """A mapping from the names of attributes or arguments."""
         entries = self.mapping(node, what, option.kind.value)

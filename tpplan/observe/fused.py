@@ -129,20 +129,20 @@ def _takes_one(module: nn.Module) -> bool:
 def _gated_form(module: nn.Module, first: Sequence[str], last: str) -> GatedForm | None:
     """How ``module`` is a gated MLP of these projections, in evaluation and in training."""
     width = _WIDTH if len(first) == 2 else 2 * _WIDTH
-    answers = {name: _random(width, n) for n, name in enumerate(first)}
+    answers = [_random(width, n) for n in range(len(first))]
     orders: list[tuple[str, str | None, bool]]
     if len(first) == 2:
-        orders = [(first[0], first[1], True), (first[1], first[0], True)]
-        halves = [(answers[a], answers[b]) for a, b in (first, first[::-1])]
+        (a, b), (one, other) = first, answers
+        orders = [(a, b, True), (b, a, True)]
     else:
-        one, other = answers[first[0]].chunk(2, -1)
+        one, other = answers[0].chunk(2, -1)
         orders = [(first[0], None, True), (first[0], None, False)]
-        halves = [(one, other), (other, one)]
     reached = [_reaching(module, first, last, training) for training in (False, True)]
+    halves = ((one, other), (other, one))
     for (gate, up, gate_first), (gates, ups) in zip(orders, halves, strict=True):
         for name, activation in ACTIVATIONS.items():
             product = activation(gates) * ups
-            if all(x is not None and _equal(x, product) for x in reached):
+            if all(_equal(x, product) for x in reached):
                 return GatedForm(gate, up, last, name, gate_first)
     return None
 
@@ -235,10 +235,6 @@ def _gelu(module: nn.Module) -> bool | None:
 
 
 def _equal(a: Any, b: torch.Tensor) -> bool:
-    if not isinstance(a, torch.Tensor) or (a.shape, a.dtype, a.device) != (
-        b.shape,
-        b.dtype,
-        b.device,
-    ):
+    if not isinstance(a, torch.Tensor) or a.shape != b.shape:
         return False
-    return torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    return (a.dtype, a.device) == (b.dtype, b.device) and torch.allclose(a, b, 1e-5, 1e-6)

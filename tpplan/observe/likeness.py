@@ -20,7 +20,7 @@ from torch import nn
 
 from tpplan.compat import FakeTensor
 from tpplan.language import Rule
-from tpplan.observe.reading import deciding
+from tpplan.observe.reading import deciding, filled
 
 _PLAIN = frozenset(
     {int, bool, str, bytes, complex, type(None), type(...), torch.Size, torch.device, torch.dtype}
@@ -167,7 +167,7 @@ class _Teller:
         if isinstance(value, types.MethodType):
             return kind, self.tell(value.__func__), self.tell(value.__self__)
         if isinstance(value, types.CellType):
-            return kind, *((self.tell(value.cell_contents),) if _filled(value) else ())
+            return kind, *((self.tell(value.cell_contents),) if filled(value) else ())
         if kind is set or kind is frozenset:
             return kind, frozenset(self.tell(item) for item in value)
         if isinstance(value, type | enum.Enum | types.ModuleType | types.BuiltinFunctionType):
@@ -234,11 +234,9 @@ class _Teller:
                 told.append((key, self.tell(value)))
         if self.rules:
             names = (full, *(f"{full}.{leaf}" if full else leaf for leaf in module._parameters))
-            told.append(tuple([self.rule(self.rules.get(path)) for path in names]))
+            found = (self.rules.get(path) for path in names)
+            told.append(tuple([rule and (rule.style, _options(rule.options)) for rule in found]))
         return tuple(told)
-
-    def rule(self, rule: Rule | None) -> Hashable:
-        return None if rule is None else (rule.style, _options(rule.options))
 
 
 def _options(value: object) -> Hashable:
@@ -248,14 +246,6 @@ def _options(value: object) -> Hashable:
     if isinstance(value, tuple | list):
         return tuple(_options(item) for item in value)
     return type(value), value
-
-
-def _filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _values(tensor: torch.Tensor) -> Hashable:

@@ -73,11 +73,10 @@ def _narrow(module: nn.Module) -> Callable[[torch.dtype], nn.Module]:
     """Makes a copy with small sizes in the place of the weight's, wherever they stand."""
     weight = module._parameters["weight"]
     assert weight is not None
-    first, second = weight.shape
-    sizes = {int(first): _OUT, int(second): _IN}
+    sizes = dict(zip(weight.shape, (_OUT, _IN), strict=True))
 
     def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-        return tuple(sizes.get(int(n), int(n)) for n in parameter.shape)
+        return tuple(sizes.get(n, n) for n in parameter.shape)
 
     def make(dtype: torch.dtype) -> nn.Module:
         twin = twin_of(module, dtype, shape_of)

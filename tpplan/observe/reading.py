@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,13 @@ _ON_TENSORS = frozenset(dir(torch.Tensor))
 _PUSHING = frozenset({"LOAD_CONST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLOSURE", "PUSH_NULL"})
 _LOOKUPS = frozenset({"BINARY_SUBSCR", "STORE_SUBSCR"})
 _NOTHING = frozenset({"KW_NAMES", "PRECALL", "RESUME", "CACHE", "EXTENDED_ARG", "NOP"})
+# where descriptors, partials and bound methods keep the functions that they are made of
+_WRAPPED: Sequence[tuple[Any, Sequence[str]]] = (
+    (functools.partial | functools.cached_property | functools.partialmethod, ("func",)),
+    (staticmethod | classmethod | types.MethodType, ("__func__",)),
+    (functools._lru_cache_wrapper, ("__wrapped__",)),
+    (property, ("fget", "fset")),
+)
 _UNREAD = frozenset({"__init__", "extra_repr", "__repr__"})
 
 
@@ -57,37 +64,25 @@ def deciding(kinds: Iterable[type], functions: Iterable[Any] = ()) -> frozenset[
             continue
         met.add(id(value))
         if not isinstance(value, types.FunctionType):
-            pending += _wrapped(value)
+            names = (name for kind, names in _WRAPPED if isinstance(value, kind) for name in names)
+            pending += (getattr(value, name) for name in names)
             continue
         decided, called = _read_by(value.__code__)
         found |= decided
-        pending += (cell.cell_contents for cell in value.__closure__ or () if _filled(cell))
+        pending += (cell.cell_contents for cell in value.__closure__ or () if filled(cell))
         pending += vars(value).values()
         reached = (value.__globals__.get(name) for name in called)
         pending += (f for f in reached if isinstance(f, types.FunctionType) and not _of_torch(f))
     return frozenset(found)
 
 
-def _wrapped(value: Any) -> list[Any]:
-    """The functions that descriptors, partials and bound methods are made of."""
-    if isinstance(value, functools.partial):
-        return [value.func]
-    if isinstance(value, property):
-        return [value.fget, value.fset]
-    if isinstance(value, staticmethod | classmethod | types.MethodType):
-        return [value.__func__]
-    if isinstance(value, functools.cached_property | functools.partialmethod):
-        return [value.func]
-    if isinstance(value, functools._lru_cache_wrapper):
-        return [value.__wrapped__]
-    return []
-
-
-def _filled(cell: types.CellType) -> bool:
+def filled(cell: types.CellType) -> bool:
+    """Whether a closure's cell holds anything yet."""
     try:
-        return cell.cell_contents is not None
+        cell.cell_contents  # noqa: B018
     except ValueError:
         return False
+    return True
 
 
 def _of_torch(function: types.FunctionType) -> bool:

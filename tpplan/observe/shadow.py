@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import FakeTensorMode
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.twins import without_hooks
+from tpplan.observe.twins import held_by, without_hooks
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 BATCH, LENGTH = 2, 8
 _SHORT = 64
 
@@ -27,11 +28,9 @@ def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     with mode:
-        for module in model.modules():
-            own = (module._parameters, module._buffers, vars(module))
-            for tensor in (t for table in own for t in table.values()):
-                if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
-                    memo[id(tensor)] = _fake(tensor)
+        for tensor in (t for module in model.modules() for t in held_by(module)):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = _fake(tensor)
         try:
             shadow = copy.deepcopy(model, memo)
         except Exception as error:
@@ -49,9 +48,7 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return fake
 
 
-def example_inputs(
-    model: nn.Module, batch: int = BATCH, length: int = LENGTH
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def example_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -> Call:
     """Inputs for a model that takes token ids, or activations where it holds no embedding.
 
     Returns real CPU tensors as (args, kwargs): ids of shape (batch, length), or activations
@@ -68,9 +65,7 @@ def example_inputs(
     return (torch.zeros(batch, length, width, dtype=dtype),), {}
 
 
-def call_for(
-    model: nn.Module, inputs: Any, batch: int = BATCH, length: int = LENGTH
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_for(model: nn.Module, inputs: Any, batch: int = BATCH, length: int = LENGTH) -> Call:
     """The call a model is run with, as (args, kwargs): what the user gave as ``inputs=``, or ids.
 
     Args:
@@ -86,9 +81,7 @@ def call_for(
     return (inputs,), {}
 
 
-def padded(
-    model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def padded(model: nn.Module, call: Call) -> list[Call]:
     """The call with an attention mask that hides a token, where the model takes one and has none.
 
     Attention by a mask may be other code than attention without, which repeats key-value heads.
@@ -103,9 +96,7 @@ def padded(
     return [(args, {**kwargs, "attention_mask": mask})]
 
 
-def shortened(
-    call: tuple[tuple[Any, ...], dict[str, Any]],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def shortened(call: Call) -> Call:
     """The call on the first tokens of long sequences: every dimension as long as they are is cut.
 
     For runs that compute with real numbers, of which a few tokens tell as much as many.

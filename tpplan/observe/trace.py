@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import FakeTensorMode, quiet, unfused, written_by
 from tpplan.places import Argument, Place, tensors_in
@@ -100,42 +101,31 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []
 
     def number(self, tensor: torch.Tensor) -> int:
-        known = self._numbers.get(id(tensor))
-        if known is not None:
-            return known
-        number = len(self._alive)
-        self._numbers[id(tensor)] = number
-        self._alive.append(tensor)
-        self.trace.shapes[number] = tuple(int(n) for n in tensor.shape)
-        if tensor.is_floating_point():
-            self.trace.floating.add(number)
+        number = self._numbers.setdefault(id(tensor), len(self._alive))
+        if number == len(self._alive):
+            self._alive.append(tensor)
+            self.trace.shapes[number] = tuple(int(n) for n in tensor.shape)
+            if tensor.is_floating_point():
+                self.trace.floating.add(number)
         return number
 
     def numbers(self, values: Any) -> tuple[int, ...]:
-        leaves = tree_flatten(values)[0]
-        return tuple(self.number(t) for t in leaves if isinstance(t, torch.Tensor))
+        return tuple(self.number(t) for t in tree_leaves(values) if isinstance(t, torch.Tensor))
 
     def numbered(self, values: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: Numbered(self.number(t)), values)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         made = self.numbers(out)
-        written = self.numbers(written_by(func, args, kwargs or {}))
+        written = self.numbers(written_by(func, args, kwargs))
         if self.stack and (made or written):
-            pointwise = torch.Tag.pointwise in func.tags
-            op = Op(
-                str(func),
-                self.numbers((args, kwargs)),
-                made,
-                self.stack[-1],
-                _draws(func, args, kwargs or {}),
-                pointwise,
-                (kwargs or {}).get("alpha", 1) != 1,
-                None if pointwise else (func, self.numbered((args, kwargs or {}))),
-                written,
-            )
-            self.trace.ops.append(op)
+            pointwise, inputs = torch.Tag.pointwise in func.tags, self.numbers((args, kwargs))
+            draws, scaled = _draws(func, args, kwargs), kwargs.get("alpha", 1) != 1
+            run = None if pointwise else (func, self.numbered((args, kwargs)))
+            called = (inputs, made, self.stack[-1], draws, pointwise, scaled, run, written)
+            self.trace.ops.append(Op(str(func), *called))
         return out
 
 
@@ -161,18 +151,15 @@ def record(
     for name, parameter in shadow.named_parameters(remove_duplicate=False):
         recorder.trace.parameters.setdefault(recorder.number(parameter), name)
     recorder.trace.buffers.update(recorder.number(buffer) for buffer in shadow.buffers())
-    handles = []
-    for path, module in shadow.named_modules():
-        before, after = _hooks(recorder, path, module)
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(after))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path, module in shadow.named_modules():
+            before, after = _hooks(recorder, path, module)
+            first = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            hooks.enter_context(first)
+            hooks.enter_context(module.register_forward_hook(after))
         with mode, torch.no_grad(), quiet(), unfused(), recorder:
             fake_args, fake_kwargs = fake_inputs(mode, (args, dict(kwargs)))
             shadow(*fake_args, **fake_kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return recorder.trace
 
 
@@ -184,16 +171,13 @@ def fake_inputs(
     Args:
         keep_ids: whether those that are not floating stay real, as copies on the CPU.
     """
-    leaves, spec = tree_flatten(values)
 
-    def fake(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def fake(value: torch.Tensor) -> torch.Tensor:
         local = value.detach().cpu()
         real = keep_ids and not (value.is_floating_point() or value.is_complex())
         return local.clone() if real else mode.from_tensor(local).to(device)
 
-    return torch.utils._pytree.tree_unflatten([fake(leaf) for leaf in leaves], spec)
+    return tree_map_only(torch.Tensor, fake, values)
 
 
 def _hooks(

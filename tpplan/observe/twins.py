@@ -54,17 +54,21 @@ def twin_of(
         else:
             whole = torch.zeros(shape, dtype=parameter.dtype)
             memo[id(parameter)] = nn.Parameter(whole, requires_grad=False)
-    for inner in module.modules():
-        for table in (inner._buffers, vars(inner)):
-            for value in table.values():
-                if isinstance(value, torch.Tensor) and id(value) not in memo:
-                    memo[id(value)] = buffer_like(value, generator, dtype)
+    for value in (value for inner in module.modules() for value in held_by(inner)):
+        if id(value) not in memo:
+            memo[id(value)] = buffer_like(value, generator, dtype)
     twin = copy.deepcopy(module, memo)
     without_hooks(twin)
     for inner in twin.modules():
         if isinstance(inner, DROPOUT):
             inner.p = 0.0
     return twin
+
+
+def held_by(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that a module itself holds: parameters, buffers and plain attributes."""
+    for table in (module._parameters, module._buffers, vars(module)):
+        yield from (value for value in table.values() if isinstance(value, torch.Tensor))
 
 
 def without_hooks(model: nn.Module) -> None:
@@ -86,7 +90,7 @@ def buffer_like(
     if value.dtype == torch.bool:
         return torch.ones(value.shape, dtype=torch.bool)
     last = value.shape[-1] if value.dim() else 1
-    return torch.arange(last, dtype=value.dtype).expand(value.shape).clone()
+    return torch.arange(last).to(value.dtype).expand(value.shape).clone()
 
 
 def called(module: nn.Module, call: Call, tensors: Mapping[int, torch.Tensor]) -> Any:

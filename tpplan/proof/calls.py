@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+from tpplan.observe.shadow import Call
 
 
 def random_ids(model: nn.Module, call: Call, generator: torch.Generator) -> Call:

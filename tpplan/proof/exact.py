@@ -8,7 +8,7 @@ in training as well.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -142,11 +142,9 @@ def _without_dropout(
     return args, {**kwargs, "dropout_p": 0.0}
 
 
-@contextlib.contextmanager
-def exact() -> Iterator[None]:
+def exact() -> contextlib.AbstractContextManager[object]:
     """Within it, this thread computes in float64 and draws the same number always."""
-    with _Exact():
-        yield
+    return _Exact()
 
 
 def widened(values: Any) -> Any:

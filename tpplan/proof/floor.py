@@ -25,23 +25,13 @@ def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mappi
     blocks = len({m.together or (m.path,) for m in rows})
     # a tied table that only holds the weight of others looks nothing up
     vocabs = [m for m in modules if named(m.style).vocabulary and m.path in reference.called]
-    tables = sum(
-        1 for m in vocabs if isinstance(reference.model.get_submodule(m.path), nn.Embedding)
-    )
+    found = (reference.model.get_submodule(m.path) for m in vocabs)
+    tables = sum(isinstance(module, nn.Embedding) for module in found)
     heads = len(vocabs) - tables
-    logits = {"all_gather": heads}
     if compiled.sequence_parallel:
-        return {
-            "forward": {
-                "reduce_scatter": blocks + tables + scattered,
-                "all_gather": blocks + 2 * heads,
-            },
-            "backward": {
-                "reduce_scatter": blocks + heads,
-                "all_gather": blocks + tables + scattered,
-            },
-        }
-    return {
-        "forward": {"all_reduce": blocks + tables, **logits, "reduce_scatter": scattered},
-        "backward": {"all_reduce": blocks + heads, "all_gather": scattered},
-    }
+        forward = {"reduce_scatter": blocks + tables + scattered, "all_gather": blocks + 2 * heads}
+        backward = {"reduce_scatter": blocks + heads, "all_gather": blocks + tables + scattered}
+    else:
+        forward = {"all_reduce": blocks + tables, "all_gather": heads, "reduce_scatter": scattered}
+        backward = {"all_reduce": blocks + heads, "all_gather": scattered}
+    return {"forward": forward, "backward": backward}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from tpplan.proof.ranks import (
     results,
     whole,
 )
+from tpplan.proof.step import share
 from tpplan.rewrite import apply
 from tpplan.styles import named
 
@@ -77,25 +79,17 @@ def watched(
 ) -> list[Seen]:
     """What is seen while ``run`` runs ``model``, in order of execution."""
     seen: list[Seen] = []
-    handles = []
 
-    def before(path: str, args: Any) -> None:
-        seen.append(Seen(path, True, _first(args)))
+    def watch(path: str, given: bool) -> Callable[..., None]:
+        return lambda *call: seen.append(Seen(path, given, _first(call[-1])))
 
-    def after(path: str, out: Any) -> None:
-        seen.append(Seen(path, False, _first(out)))
-
-    for path, module in model.named_modules():
-        plan = compiled.modules.get(path)
-        if plan is not None and named(plan.style).sums:
-            hook = module.register_forward_pre_hook(lambda _, args, path=path: before(path, args))
-            handles.append(hook)
-        handles.append(module.register_forward_hook(lambda _, __, out, path=path: after(path, out)))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for path, module in model.named_modules():
+            plan = compiled.modules.get(path)
+            if plan is not None and named(plan.style).sums:
+                hooks.enter_context(module.register_forward_pre_hook(watch(path, True)))
+            hooks.enter_context(module.register_forward_hook(watch(path, False)))
         run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
     return seen
 
 
@@ -104,8 +98,7 @@ def _first(out: Any) -> torch.Tensor:
         out = out.to_tuple()
     for leaf in tree_leaves(out):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            leaf = leaf.detach()
-            return whole(leaf).clone()
+            return whole(leaf.detach()).clone()
     return torch.empty(0)
 
 
@@ -130,20 +123,15 @@ def _in_gradients(
 ) -> tuple[int, Divergence] | None:
     errors = gradient_errors(reference.gradients, gradients_of(model))
     last = {seen.path: index for index, seen in enumerate(expected)}
-    wrong = {name: e for name, e in errors.items() if e > reference_tolerance(errors)}
+    worst = max(errors.values(), default=0.0)
+    # a clear error, or the worst of the small ones
+    wrong = {n: e for n, e in errors.items() if e > (_SUSPECT if worst > _SUSPECT else worst / 2)}
     if not wrong:
         return None
     # backward runs from the end: the first wrong gradient is that of the module called last
     name = max(wrong, key=lambda n: last.get(n.rpartition(".")[0], -1))
-    leaf = name.rpartition(".")[2]
-    divergence = Divergence(name.rpartition(".")[0], f"the gradient of '{leaf}'", wrong[name])
-    return len(expected), divergence
-
-
-def reference_tolerance(errors: dict[str, float]) -> float:
-    """What counts as wrong: a clear error, or the worst of the small ones."""
-    worst = max(errors.values(), default=0.0)
-    return _SUSPECT if worst > _SUSPECT else worst / 2
+    path, _, leaf = name.rpartition(".")
+    return len(expected), Divergence(path, f"the gradient of '{leaf}'", wrong[name])
 
 
 def _rows_of(compiled: CompiledPlan, path: str) -> Rows | None:
@@ -169,14 +157,9 @@ def _difference(
     dims = [d for d in range(full.dim()) if full.size(d) != ours.size(d)]
     if len(dims) != 1 or ours.size(dims[0]) != chunk(full.size(dims[0]), size):
         return 0.0
-    length, total = ours.size(dims[0]), full.size(dims[0])
-    start, stop = min(rank * length, total), min((rank + 1) * length, total)
-    part = full.narrow(dims[0], start, stop - start)
-    if not part.numel():
-        return 0.0
-    scale = full.abs().max().clamp(min=1e-30)
-    error = float((part - ours.narrow(dims[0], 0, part.size(dims[0]))).abs().max() / scale)
-    return error if error == error else float("inf")
+    part = share(full, dims[0], rank, size)
+    scale = float(full.abs().max()) if full.numel() else 0.0
+    return relative(part, ours.narrow(dims[0], 0, part.size(dims[0])), scale)
 
 
 def rule_near(compiled: CompiledPlan, path: str) -> Rule | None:

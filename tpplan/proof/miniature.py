@@ -22,6 +22,7 @@ from tpplan.compiled import CompiledPlan, Element, ModulePlan
 from tpplan.language import FrozenMap
 from tpplan.layout import Rows
 from tpplan.observe.likeness import identity
+from tpplan.observe.twins import buffer_like, held_by
 from tpplan.places import taken, with_at
 from tpplan.styles import named
 
@@ -120,16 +121,13 @@ def miniature(
     }
     narrow = _thin(modules, compiled) if thin else {}
     budget = _MOST
-    for module in modules.values():
-        for table in (module._parameters, module._buffers, vars(module)):
-            for value in table.values():
-                if not isinstance(value, torch.Tensor) or id(value) in memo:
-                    continue
-                dim = narrow.get(id(value)) if isinstance(value, nn.Parameter) else None
-                budget -= value.numel() if dim is None else value.numel() // value.shape[dim]
-                if budget < 0:
-                    raise TooLargeError("its tensors are too large to compute with")
-                memo[id(value)] = _twin(value, dim, generator)
+    for value in (value for module in modules.values() for value in held_by(module)):
+        if id(value) not in memo:
+            dim = narrow.get(id(value)) if isinstance(value, nn.Parameter) else None
+            budget -= value.numel() if dim is None else value.numel() // value.shape[dim]
+            if budget < 0:
+                raise TooLargeError("its tensors are too large to compute with")
+            memo[id(value)] = _twin(value, dim, generator)
     twin_model = copy.deepcopy(model, memo)
     for path, module in modules.items():
         _factor(
@@ -251,17 +249,8 @@ def _twin(value: torch.Tensor, dim: int | None, generator: torch.Generator) -> t
 
 def _copied(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """The values of a buffer, or likely ones where it is on the meta device."""
-    if not value.is_meta:
-        local = value.detach().cpu().clone()
-        if local.is_complex():
-            return local.to(torch.complex128)
-        return local.double() if local.is_floating_point() else local
-    if value.is_floating_point():
-        return torch.rand(value.shape, generator=generator, dtype=torch.float64)
-    if value.dtype == torch.bool:
-        return torch.ones(value.shape, dtype=torch.bool)
-    last = value.shape[-1] if value.dim() else 1
-    return torch.arange(last).to(value.dtype).expand(value.shape).clone()
+    copied = buffer_like(value, generator, torch.float64)
+    return copied.to(torch.complex128) if copied.is_complex() and not value.is_meta else copied
 
 
 def unsharded(model: nn.Module) -> nn.Module:

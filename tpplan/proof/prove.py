@@ -24,11 +24,10 @@ from tpplan.compat import quiet, simulate, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.shadow import call_for, shortened
+from tpplan.observe.shadow import Call, call_for, shortened
 from tpplan.observe.twins import same_randomness
 from tpplan.planner.match import fold
 from tpplan.proof.calls import (
-    Call,
     drawn_where_alike,
     length_of,
     loud,
@@ -68,12 +67,9 @@ def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
     """
     if compiled.tp == 1:
         return
-    with same_randomness(), no_fakes_kept(_is_wide), quiet(), unfused():
+    wide = (torch.float64, torch.complex128)
+    with same_randomness(), no_fakes_kept(lambda t: t.dtype in wide), quiet(), unfused():
         _prove(model, compiled, inputs)
-
-
-def _is_wide(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.float64, torch.complex128)
 
 
 def prove_once(

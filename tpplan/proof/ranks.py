@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +14,11 @@ from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import local_of
 from tpplan.compiled import CompiledPlan
+from tpplan.observe.shadow import Call
 from tpplan.proof.step import outputs_of
 from tpplan.rewrite import apply
 from tpplan.simulate.recorder import Recorder
 from tpplan.simulate.steps import PHASES, counts
-
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Reference:
     """
 
     model: nn.Module
-    call: _Call
+    call: Call
     seed: int
     outputs: tuple[torch.Tensor, ...]
     gradients: Mapping[str, torch.Tensor | None]
@@ -49,7 +47,7 @@ class Outcome:
 
 
 def differentiate(
-    model: nn.Module, call: _Call, seed: int
+    model: nn.Module, call: Call, seed: int
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor | None]]:
     """One forward and backward: the floating outputs, and the gradient of every parameter.
 
@@ -58,13 +56,10 @@ def differentiate(
     """
     outputs = results(model, call)
     backward(outputs, seed)
-    return (
-        tuple(whole(t).detach() for t in outputs),
-        {n: None if p.grad is None else p.grad.detach() for n, p in model.named_parameters()},
-    )
+    return tuple(whole(t).detach() for t in outputs), gradients_of(model)
 
 
-def results(model: nn.Module, call: _Call) -> list[torch.Tensor]:
+def results(model: nn.Module, call: Call) -> list[torch.Tensor]:
     """The floating tensors of the model's output that depend on its parameters."""
     args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
     leaves = outputs_of(model(*args, **kwargs)).values()
@@ -96,15 +91,10 @@ def run_rank(mesh: DeviceMesh, reference: Reference, compiled: CompiledPlan) -> 
         outputs = results(model, reference.call)
     with recorder, recorder.during("backward"):
         backward(outputs, reference.seed)
-    output_error = max(
-        (
-            relative(theirs, whole(ours).detach())
-            for theirs, ours in zip(reference.outputs, outputs, strict=False)
-        ),
-        default=0.0,
-    )
-    if len(outputs) != len(reference.outputs):
-        output_error = float("inf")
+    output_error = float("inf")
+    if len(outputs) == len(reference.outputs):
+        pairs = zip(reference.outputs, outputs, strict=True)
+        output_error = max((relative(a, whole(b).detach()) for a, b in pairs), default=0.0)
     held = {id(p): local_of(p) if isinstance(p, DTensor) else p for p in model.parameters()}
     return Outcome(
         output_error=output_error,
@@ -114,13 +104,17 @@ def run_rank(mesh: DeviceMesh, reference: Reference, compiled: CompiledPlan) -> 
     )
 
 
-def relative(expected: torch.Tensor, got: torch.Tensor) -> float:
-    """max|Δ| / max|expected|; infinite where shapes differ or something is not a number."""
+def relative(expected: torch.Tensor, got: torch.Tensor, scale: float | None = None) -> float:
+    """max|Δ| / max|expected|; infinite where shapes differ or something is not a number.
+
+    ``scale``: what it is relative to instead.
+    """
     if expected.shape != got.shape:
         return float("inf")
     if not expected.numel():
         return 0.0
-    error = float((expected - got).abs().max() / expected.abs().max().clamp(min=1e-30))
+    scale = float(expected.abs().max()) if scale is None else scale
+    error = float((expected - got).abs().max()) / max(scale, 1e-30)
     return error if error == error else float("inf")
 
 
@@ -146,12 +140,7 @@ def gradient_errors(
         ours = got[name]
         if gradient is None or ours is None:
             errors[name] = 0.0 if gradient is ours else float("inf")
-            continue
-        ours = whole(ours.detach())
-        if ours.shape != gradient.shape:
-            errors[name] = float("inf")
-            continue
-        scale = max(float(gradient.abs().max()), 1e-3 * largest, 1e-30)
-        error = float((gradient - ours).abs().max()) / scale
-        errors[name] = error if error == error else float("inf")
+        else:
+            scale = max(float(gradient.abs().max()), 1e-3 * largest)
+            errors[name] = relative(gradient, whole(ours.detach()), scale)
     return errors

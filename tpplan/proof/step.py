@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tpplan.comm.placements import along_tp
 from tpplan.compat import local_of, unmoded
 from tpplan.layout import Rows
-from tpplan.proof.calls import Call
+from tpplan.observe.shadow import Call
 
 TOLERANCE = 1e-7
 
@@ -145,35 +145,31 @@ def _tensors(value: Any, place: str) -> Iterable[tuple[str, torch.Tensor]]:
 
 def worst(due: Result, got: Result, rank: int, tp: int) -> tuple[str, float] | None:
     """The first thing that differs, and by how much; outputs before gradients."""
+    return next((found for found in _errors(due, got, rank, tp) if not found[1] <= TOLERANCE), None)
+
+
+def _errors(due: Result, got: Result, rank: int, tp: int) -> Iterable[tuple[str, float]]:
     for place, whole in due.outputs.items():
-        ours = got.outputs.get(place)
-        if ours is None:
-            return f"{place} is missing", float("inf")
-        error = _error(whole, ours, float(_largest(whole)), rank, tp)
-        if not error <= TOLERANCE:
-            return f"{place}", error
+        if place in got.outputs:
+            yield place, _error(whole, got.outputs[place], _largest(whole), rank, tp)
+        else:
+            yield f"{place} is missing", float("inf")
     gradients = [g for g in (*due.gradients.values(), *due.inputs.values()) if g is not None]
-    largest = max((float(_largest(g)) for g in gradients), default=0.0)
-    for kind in ("gradients", "inputs"):
-        expected, ours_ = getattr(due, kind), getattr(got, kind)
-        for name, whole in expected.items():
-            error = _gradient_error(whole, ours_.get(name), largest, rank, tp)
-            if not error <= TOLERANCE:
-                return f"the gradient of {name}", error
+    largest = max(map(_largest, gradients), default=0.0)
+    for expected, found in ((due.gradients, got.gradients), (due.inputs, got.inputs)):
+        for name, gradient in expected.items():
+            error = _gradient_error(gradient, found.get(name), largest, rank, tp)
+            yield f"the gradient of {name}", error
     for name, whole in due.buffers.items():
         ours = got.buffers.get(name)
-        if ours is None or ours.shape != whole.shape:
-            continue
-        error = _error(whole, ours, float(_largest(whole)), rank, tp)
-        if not error <= TOLERANCE:
-            return f"the buffer {name} afterwards", error
+        if ours is not None and ours.shape == whole.shape:
+            yield f"the buffer {name} afterwards", _error(whole, ours, _largest(whole), rank, tp)
     for name, ours in got.written.items():
         theirs = due.written.get(name)
-        scale = 0.0 if theirs is None else float(_largest(theirs))
-        error = float("inf") if theirs is None else _error(theirs, ours, scale, rank, tp)
-        if not error <= TOLERANCE:
-            return f"{name} afterwards", error
-    return None
+        error = float("inf")
+        if theirs is not None:
+            error = _error(theirs, ours, _largest(theirs), rank, tp)
+        yield f"{name} afterwards", error
 
 
 def _gradient_error(
@@ -182,14 +178,21 @@ def _gradient_error(
     """By the metric used everywhere: of gradients that cancel to nothing only rounding is left."""
     if due is None or got is None:
         present = due if got is None else got
-        return 0.0 if present is None or not float(_largest(present)) else float("inf")
-    return _error(due, got, max(float(_largest(due)), 1e-3 * largest), rank, tp)
+        return 0.0 if present is None or not _largest(present) else float("inf")
+    return _error(due, got, max(_largest(due), 1e-3 * largest), rank, tp)
 
 
-def _largest(x: torch.Tensor) -> torch.Tensor:
+def _largest(x: torch.Tensor) -> float:
     x = local_of(x) if isinstance(x, DTensor) else x
     numeric = x.numel() and (x.is_floating_point() or x.is_complex())
-    return x.detach().abs().max() if numeric else torch.zeros(())
+    return float(x.detach().abs().max()) if numeric else 0.0
+
+
+def share(whole: torch.Tensor, dim: int, rank: int, tp: int) -> torch.Tensor:
+    """What a rank has of a tensor that is cut evenly along ``dim``, the last ones less."""
+    length, rows = whole.size(dim), -(-whole.size(dim) // tp)
+    start, stop = min(rank * rows, length), min((rank + 1) * rows, length)
+    return whole.narrow(dim, start, stop - start)
 
 
 def _error(whole: torch.Tensor, ours: torch.Tensor, scale: float, rank: int, tp: int) -> float:
@@ -201,10 +204,7 @@ def _error(whole: torch.Tensor, ours: torch.Tensor, scale: float, rank: int, tp:
         if isinstance(placement, Rows):
             whole = placement.take(whole, rank)
         elif isinstance(placement, Shard):
-            rows = -(-whole.size(placement.dim) // tp)
-            start = min(rank * rows, whole.size(placement.dim))
-            stop = min(start + rows, whole.size(placement.dim))
-            whole = whole.narrow(placement.dim, start, stop - start)
+            whole = share(whole, placement.dim, rank, tp)
         elif not placement.is_replicate():
             return _error(whole, ours.full_tensor(), scale, rank, tp)
         ours = local_of(ours)

@@ -27,12 +27,7 @@ from tpplan.proof.calls import random_ids
 from tpplan.proof.floor import floor_of
 from tpplan.proof.locate import Divergence, first_divergence, rule_near
 from tpplan.proof.processes import run_processes
-from tpplan.proof.ranks import (
-    Outcome,
-    Reference,
-    differentiate,
-    run_rank,
-)
+from tpplan.proof.ranks import Outcome, Reference, differentiate, run_rank
 from tpplan.proof.rounding import own_rounding
 from tpplan.simulate.steps import PHASES
 
@@ -169,18 +164,13 @@ def reference_of(model: nn.Module, inputs: Any, seed: int) -> Reference:
     _unhide(fresh, generator)
     # a model may change when it runs: the one that is sharded has not run
     twin = copy.deepcopy(fresh)
-    args, kwargs = call_for(twin, inputs, BATCH, LENGTH)
+    call = call_for(twin, inputs, BATCH, LENGTH)
     if inputs is None:
-        args, kwargs = random_ids(twin, (args, kwargs), generator)
-    call = (args, kwargs)
+        call = random_ids(twin, call, generator)
     called: set[str] = set()
-    handles = [
+    for path, module in twin.named_modules():
         module.register_forward_pre_hook(lambda *_, path=path: called.add(path))  # type: ignore[misc]
-        for path, module in twin.named_modules()
-    ]
     outputs, gradients = differentiate(twin, call, seed)
-    for handle in handles:
-        handle.remove()
     return Reference(fresh, call, seed, outputs, gradients, frozenset(called))
 
 
@@ -205,14 +195,14 @@ def _check(
     tolerance: float,
 ) -> Check:
     start = time.perf_counter()
-    compiled = compile_plan(reference.model, plan, tp, sequence_parallel, inputs=_inputs(reference))
+    args, kwargs = reference.call
+    compiled = compile_plan(reference.model, plan, tp, sequence_parallel, inputs=kwargs or args)
     try:
         outcomes = _run(reference, compiled, processes)
     except Exception as error:
-        raise _failed(reference, compiled, error) from error
-    worst = max(outcomes, key=lambda o: o.output_error)
+        raise _failed(compiled, error) from error
     name, gradient_error = _worst_gradient(outcomes)
-    output_error, rounding = worst.output_error, 0.0
+    output_error, rounding = max(o.output_error for o in outcomes), 0.0
     if not output_error <= tolerance or not gradient_error <= tolerance:
         exact, own = _in_float64(reference, compiled, processes)
         found = max((o.output_error for o in exact), default=float("inf"))
@@ -267,11 +257,6 @@ def _in_float64(
         return [], {}
 
 
-def _inputs(reference: Reference) -> Any:
-    args, kwargs = reference.call
-    return kwargs or args
-
-
 def _run(reference: Reference, compiled: CompiledPlan, processes: bool) -> list[Outcome]:
     if processes:
         return run_processes(reference, compiled)
@@ -282,7 +267,7 @@ def _mode(compiled: CompiledPlan) -> str:
     return f"{'TP+SP' if compiled.sequence_parallel else 'TP'} at tp {compiled.tp}"
 
 
-def _failed(reference: Reference, compiled: CompiledPlan, error: Exception) -> VerificationError:
+def _failed(compiled: CompiledPlan, error: Exception) -> VerificationError:
     notes = "; ".join(getattr(error, "__notes__", ()))
     where = f" ({notes})" if notes else ""
     text = str(error).strip().splitlines() or [""]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+from collections.abc import Callable, Mapping
+
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -20,44 +22,42 @@ def layout(advice: Survey) -> Group:
         f"{task.seq} tokens a step, {task.micro_batch} at a time",
         style="bold",
     )
-    parts: list[RenderableType] = [title, "", _table(advice), "", _verdict(advice), ""]
     notes = Text(
         "Times are modelled: a roofline at the speeds that are reached, without kernel launches. "
         "Memory of tensor parallelism is tracked by executing it; of data (FSDP) and pipeline "
         f"parallelism (1F1B) it is modelled. 'fits': within {100 * USABLE:.0f} % of the memory."
     )
-    return Group(*parts, notes)
+    return Group(title, "", _table(advice), "", _verdict(advice), "", notes)
 
 
 def _table(advice: Survey) -> Table:
     table = titled("The best choice for each size of the tensor-parallel group")
-    columns = ("tp", "mode", "pp", "dp", "layers", "per GPU", "fits", "step", "sent", "idle")
-    for name in (*columns, "tokens/s/GPU"):
+    for name in _COLUMNS:
         table.add_column(name, justify="left" if name in ("mode", "layers", "fits") else "right")
     table.add_column("", overflow="fold")
     for found in advice.sizes:
-        mark = "◀" if found.best is not None and found.best == advice.best else ""
-        table.add_row(*_cells(found), mark)
+        best = found.best
+        if best is None:
+            table.add_row(str(found.tp))
+        else:
+            cells = (cell(best) for cell in _COLUMNS.values())
+            table.add_row(*cells, "◀" if best == advice.best else "")
     return table
 
 
-def _cells(found: Size) -> tuple[str, ...]:
-    best = found.best
-    if best is None:
-        return (str(found.tp), *[""] * 10)
-    return (
-        str(best.tp),
-        "TP+SP" if best.sequence_parallel else "TP" if best.tp > 1 else "whole",
-        str(best.pp),
-        str(best.dp),
-        "recomputed" if best.checkpointing else "kept",
-        size(best.bytes),
-        "yes" if best.fits else "no",
-        duration(best.seconds),
-        f"{100 * best.communication / best.seconds:.0f} %",
-        f"{100 * best.idle / best.seconds:.0f} %",
-        f"{best.tokens:,.0f}",
-    )
+_COLUMNS: Mapping[str, Callable[[Choice], str]] = {
+    "tp": lambda c: str(c.tp),
+    "mode": lambda c: "TP+SP" if c.sequence_parallel else "TP" if c.tp > 1 else "whole",
+    "pp": lambda c: str(c.pp),
+    "dp": lambda c: str(c.dp),
+    "layers": lambda c: "recomputed" if c.checkpointing else "kept",
+    "per GPU": lambda c: size(c.bytes),
+    "fits": lambda c: "yes" if c.fits else "no",
+    "step": lambda c: duration(c.seconds),
+    "sent": lambda c: f"{100 * c.communication / c.seconds:.0f} %",
+    "idle": lambda c: f"{100 * c.idle / c.seconds:.0f} %",
+    "tokens/s/GPU": lambda c: f"{c.tokens:,.0f}",
+}
 
 
 def _verdict(advice: Survey) -> Text:

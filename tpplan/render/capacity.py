@@ -13,12 +13,16 @@ from tpplan.render.markup import (
     Html,
     badge,
     details,
+    exact,
+    modelled,
+    numeric,
     section,
     share,
     table,
     tag,
+    tracked,
 )
-from tpplan.render.units import duration, size
+from tpplan.render.units import duration, scaled, size
 
 
 def mode(report: DryRun) -> str:
@@ -50,10 +54,7 @@ def memory(report: DryRun, others: Sequence[DryRun]) -> Html:
         "p",
         "The most that a rank holds, at the peak of forward and backward, and what the optimizer's "
         "step needs beyond that. Parameters, gradients and optimizer state are ",
-        badge("exact"),
-        ", activations and temporaries ",
-        badge("tracked"),
-        ".",
+        *(badge("exact"), ", activations and temporaries ", badge("tracked"), "."),
     )
     memory_of_gpu = f"a GPU's memory: {size(limit)} ({report.hardware.name})"
     if shown is None:
@@ -79,26 +80,23 @@ def _bars(name: str, title: str, held: Mapping[str, Memory], limit: float | None
         )
         for variant, found in held.items()
     ]
-    described = "; ".join(f"{stack.name}: {stack.total}" for stack in stacks)
-    return charts.stacked_bars(name, title, described, stacks, limit, size, _round_size)
+    return charts.stacked_bars(name, title, stacks, limit, size, _round_size)
 
 
 def _round_size(count: float) -> str:
     """A power of two of bytes, short."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:g} {unit}"
-        count /= 1024
-    return f"{count:g} TiB"
+    unit, value = scaled(count, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return f"{value:g} {unit}"
 
 
 def _variants(report: DryRun, others: Sequence[DryRun]) -> Iterator[tuple[str, Memory]]:
+    def name_of(r: DryRun) -> str:
+        return _WHOLE if r.compiled.tp == 1 else f"{mode(r)}, tp {r.compiled.tp}"
+
     tp = report.compiled.tp
-    chosen = {_variant(r): r for r in (report, *others) if r.compiled.tp in (1, tp)}
-    order = sorted(chosen, key=lambda key: (key != _WHOLE, len(key)))
-    for name in order:
-        found = chosen[name]
-        for checkpointed, held in _both(found):
+    chosen = {name_of(r): r for r in (report, *others) if r.compiled.tp in (1, tp)}
+    for name in sorted(chosen, key=lambda key: (key != _WHOLE, len(key))):
+        for checkpointed, held in _both(chosen[name]):
             yield name + (", checkpointing" if checkpointed else ""), held
 
 
@@ -109,11 +107,6 @@ def _both(report: DryRun) -> Iterator[tuple[bool, Memory]]:
     for checkpointing in (False, True):
         if (held := known[checkpointing]) is not None:
             yield checkpointing, held
-
-
-def _variant(report: DryRun) -> str:
-    tp = report.compiled.tp
-    return _WHOLE if tp == 1 else f"{mode(report)}, tp {tp}"
 
 
 def _parts(held: Memory) -> dict[str, int]:
@@ -132,36 +125,25 @@ def _parts(held: Memory) -> dict[str, int]:
 
 
 def _memory_table(held: Mapping[str, Memory], limit: float) -> Html:
+    def peak(phase: str, attribute: str) -> Callable[[str], str]:
+        def shown(name: str) -> str:
+            found = held[name].peaks.get(phase)
+            return "" if found is None else size(getattr(found, attribute))
+
+        return shown
+
     columns = (
-        Column("of a rank"),
-        Column("parameters", numeric=True, certainty="exact"),
-        Column("gradients, all", numeric=True, certainty="exact"),
-        Column("optimizer", numeric=True, certainty="exact"),
-        Column("activations, forward", numeric=True, certainty="tracked"),
-        Column("activations, backward", numeric=True, certainty="tracked"),
-        Column("optimizer's step", numeric=True, certainty="tracked"),
-        Column("peak", numeric=True, certainty="tracked"),
-        Column("of the GPU's", numeric=True),
+        Column("of a rank", str),
+        exact("parameters", lambda n: size(held[n].parameters_per_rank + held[n].buffers_per_rank)),
+        exact("gradients, all", lambda n: size(held[n].gradients_per_rank)),
+        exact("optimizer", lambda n: size(held[n].optimizer_per_rank)),
+        tracked("activations, forward", peak("forward", "activations")),
+        tracked("activations, backward", peak("backward", "activations")),
+        tracked("optimizer's step", peak("optimizer", "bytes")),
+        tracked("peak", lambda n: size(held[n].peak_per_rank)),
+        numeric("of the GPU's", lambda n: share(held[n].peak_per_rank, limit)),
     )
-    rows = []
-    for name, found in held.items():
-        peaks = found.peaks
-        rows.append(
-            (
-                name,
-                size(found.parameters_per_rank + found.buffers_per_rank),
-                size(found.gradients_per_rank),
-                size(found.optimizer_per_rank),
-                *(
-                    size(peaks[p].activations) if p in peaks else ""
-                    for p in ("forward", "backward")
-                ),
-                size(peaks["optimizer"].bytes) if "optimizer" in peaks else "",
-                size(found.peak_per_rank),
-                share(found.peak_per_rank, limit),
-            )
-        )
-    return details("Memory as a table", table("Memory of a rank", columns, rows, stacked=True))
+    return details("Memory as a table", table("Memory of a rank", columns, held, stacked=True))
 
 
 # --- scaling
@@ -183,14 +165,10 @@ def scaling(report: DryRun, others: Sequence[DryRun]) -> Html:
 def _curves(report: DryRun, runs: Sequence[DryRun]) -> list[Html]:
     limit = report.hardware.memory
     peaks = []
-    for class_, name, wanted in (
-        ("first", "without activation checkpointing", False),
-        ("second", "with activation checkpointing", True),
-    ):
-        found = [(r.compiled.tp, m) for r in runs for c, m in _both(r) if c == wanted]
-        if found:
-            points = tuple((float(tp), float(m.peak_per_rank)) for tp, m in found)
-            peaks.append(charts.Line(class_, name, points))
+    for class_, word, wanted in (("first", "without", False), ("second", "with", True)):
+        found = ((r.compiled.tp, m.peak_per_rank) for r in runs for c, m in _both(r) if c == wanted)
+        if points := tuple((float(tp), float(peak)) for tp, peak in found):
+            peaks.append(charts.Line(class_, f"{word} activation checkpointing", points))
     lead = tag(
         "p",
         f"Batch {report.batch}, sequence {report.seq}, {mode(report)}, on {report.hardware.name} "
@@ -198,8 +176,9 @@ def _curves(report: DryRun, runs: Sequence[DryRun]) -> list[Html]:
         "which halving with each doubling of tp is a straight line.",
     )
     bound = ("a GPU's memory", limit)
-    times = _times(runs)
-    fastest = min(seconds for _, seconds in times.points)
+    steps = tuple((float(r.compiled.tp), r.time.total.seconds) for r in runs)
+    times = charts.Line("first", "time of a step", steps)
+    fastest = min(seconds for _, seconds in steps)
     unit = next((u for u in (1.0, 1e-3) if fastest >= u), 1e-6)
     made = [
         _figure(report, "Step time", "modelled", [times], duration, duration, unit),
@@ -207,11 +186,6 @@ def _curves(report: DryRun, runs: Sequence[DryRun]) -> list[Html]:
         _figure(report, "Communication", "modelled", _shares(runs), _percent, _percent, None),
     ]
     return [lead, tag("div", *made, class_="charts"), _scaling_table(runs, limit)]
-
-
-def _times(runs: Sequence[DryRun]) -> charts.Line:
-    points = tuple((float(r.compiled.tp), r.time.total.seconds) for r in runs)
-    return charts.Line("first", "time of a step", points)
 
 
 def _shares(runs: Sequence[DryRun]) -> list[charts.Line]:
@@ -242,52 +216,35 @@ def _figure(
     base: float | None,
     limit: tuple[str, float] | None = None,
 ) -> Html:
-    described = "; ".join(
-        f"{line.name}: " + ", ".join(f"tp {x:g} {shown(y)}" for x, y in line.points)
-        for line in lines
-    )
-    chart = charts.line_chart(
-        f"scaling-{title.lower().replace(' ', '-')}",
-        f"{title} over tp",
-        described,
-        lines,
-        shown,
-        axis,
-        base,
-        float(report.compiled.tp),
-        limit,
-    )
+    texts = (f"scaling-{title.lower().replace(' ', '-')}", f"{title} over tp")
+    marked = float(report.compiled.tp)
+    chart = charts.line_chart(*texts, lines, shown, axis, base, marked, limit)
     meanings = {line.class_: line.name for line in lines}
     key = charts.legend(meanings | ({"limit": limit[0]} if limit else {}))
     return tag("div", tag("h3", title, " ", badge(certainty)), chart, key, class_="chart")
 
 
 def _scaling_table(runs: Sequence[DryRun], limit: float) -> Html:
+    def peak(run: DryRun, checkpointing: bool) -> str:
+        held = dict(_both(run)).get(checkpointing)
+        return "not run" if held is None else size(held.peak_per_rank)
+
+    def fits(run: DryRun) -> str:
+        found = [held.peak_per_rank <= limit for _, held in _both(run)]
+        return "yes" if all(found) else "with checkpointing" if any(found) else "no"
+
+    def part(run: DryRun) -> str:
+        return share(run.time.total.communication, run.time.total.seconds)
+
     columns = (
-        Column("tp"),
-        Column("step time", numeric=True, certainty="modelled"),
-        Column("communication", numeric=True, certainty="modelled"),
-        Column("share", numeric=True, certainty="modelled"),
-        Column("sent per rank", numeric=True, certainty="exact"),
-        Column("parameters of a rank", numeric=True, certainty="exact"),
-        Column("peak memory", numeric=True, certainty="tracked"),
-        Column("with checkpointing", numeric=True, certainty="tracked"),
-        Column("fits", certainty="tracked"),
+        Column("tp", lambda r: r.compiled.tp),
+        modelled("step time", lambda r: duration(r.time.total.seconds)),
+        modelled("communication", lambda r: duration(r.time.total.communication)),
+        modelled("share", part),
+        exact("sent per rank", lambda r: size(sum(c.bytes for c in r.collectives))),
+        exact("parameters of a rank", lambda r: size(r.memory.parameters_per_rank)),
+        tracked("peak memory", lambda r: peak(r, False)),
+        tracked("with checkpointing", lambda r: peak(r, True)),
+        Column("fits", fits, certainty="tracked"),
     )
-    rows = []
-    for run in runs:
-        held = dict(_both(run))
-        fits = [m.peak_per_rank <= limit for m in held.values()]
-        rows.append(
-            (
-                run.compiled.tp,
-                duration(run.time.total.seconds),
-                duration(run.time.total.communication),
-                share(run.time.total.communication, run.time.total.seconds),
-                size(sum(c.bytes for c in run.collectives)),
-                size(run.memory.parameters_per_rank),
-                *(size(held[c].peak_per_rank) if c in held else "not run" for c in (False, True)),
-                "yes" if all(fits) else "with checkpointing" if any(fits) else "no",
-            )
-        )
-    return details("Scaling as a table", table("Scaling over tp", columns, rows, stacked=True))
+    return details("Scaling as a table", table("Scaling over tp", columns, runs, stacked=True))

@@ -20,8 +20,8 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 360.0, 230.0, 58.0, 14.0, 28.0
 def _svg(
     name: str, title: str, description: str, size: tuple[float | str, float], *content: Html
 ) -> Html:
-    width, height = size
-    boxed = isinstance(width, float)
+    width, height = map(_n, size)
+    boxed = isinstance(size[0], float)
     return tag(
         "svg",
         tag("title", title, id=f"{name}-name"),
@@ -29,24 +29,23 @@ def _svg(
         *content,
         role="img",
         aria_labelledby=f"{name}-name {name}-what",
-        viewBox=f"0 0 {_n(width)} {_n(height)}" if isinstance(width, float) else None,
+        viewBox=f"0 0 {width} {height}" if boxed else None,
         width=None if boxed else width,
-        height=None if boxed else _n(height),
+        height=None if boxed else height,
     )
 
 
-def _n(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+def _n(value: float | str) -> str:
+    """A length, short; one that has its unit already stays as it is."""
+    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def _label(x: float | str, y: float, content: str, class_: str = "", anchor: str = "start") -> Html:
-    at = x if isinstance(x, str) else _n(x)
-    return tag("text", content, x=at, y=_n(y), class_=class_ or None, text_anchor=anchor)
+    return tag("text", content, x=_n(x), y=_n(y), class_=class_ or None, text_anchor=anchor)
 
 
 def _line(x1: float | str, y1: float, x2: float | str, y2: float, class_: str) -> Html:
-    a, b = (x if isinstance(x, str) else _n(x) for x in (x1, x2))
-    return tag("line", x1=a, y1=_n(y1), x2=b, y2=_n(y2), class_=class_)
+    return tag("line", x1=_n(x1), y1=_n(y1), x2=_n(x2), y2=_n(y2), class_=class_)
 
 
 def legend(entries: Mapping[str, str]) -> Html:
@@ -145,7 +144,6 @@ class Stack:
 def stacked_bars(
     name: str,
     title: str,
-    description: str,
     stacks: Sequence[Stack],
     limit: float | None,
     shown: Callable[[float], str],
@@ -158,8 +156,8 @@ def stacked_bars(
         shown: a value as text; axis: a power of two as a short one.
     """
     most = 1.02 * max(limit or 0, *(sum(v for _, _, v in s.parts) for s in stacks))
-    pitch, top = 46.0, 0.0
-    height = top + pitch * len(stacks) + 24
+    pitch = 46.0
+    height = pitch * len(stacks) + 24
     parts: list[Html] = []
 
     def at(value: float) -> str:
@@ -168,29 +166,23 @@ def stacked_bars(
     step = 2.0 ** math.ceil(math.log2(most / 4))
     for tick in range(int(most / step) + 1):
         x = at(tick * step)
-        parts.append(_line(x, top, x, height - 20, "grid"))
+        parts.append(_line(x, 0, x, height - 20, "grid"))
         anchor = "start" if not tick else "end" if tick * step > 0.9 * most else "middle"
         parts.append(_label(x, height - 6, axis(tick * step), "axis", anchor))
     for index, stack in enumerate(stacks):
-        y = top + pitch * index
+        y = pitch * index
         parts.append(_label("0%", y + 15, f"{stack.name}: {stack.total}", "bar-name"))
         start = 0.0
         for class_, part, value in stack.parts:
             if value > 0:
-                box = tag(
-                    "rect",
-                    tag("title", f"{stack.name}, {part}: {shown(value)}"),
-                    x=at(start),
-                    y=_n(y + 21),
-                    width=at(value),
-                    height=18,
-                    class_=class_,
-                )
-                parts.append(box)
+                told = tag("title", f"{stack.name}, {part}: {shown(value)}")
+                box = {"x": at(start), "y": _n(y + 21), "width": at(value), "height": "18"}
+                parts.append(tag("rect", told, **box, class_=class_))
             start += value
         if limit is not None:
             parts.append(_line(at(limit), y + 18, at(limit), y + 42, "limit"))
-    return _svg(name, title, description, ("100%", height), *parts)
+    described = "; ".join(f"{stack.name}: {stack.total}" for stack in stacks)
+    return _svg(name, title, described, ("100%", height), *parts)
 
 
 # --- lines
@@ -208,7 +200,6 @@ class Line:
 def line_chart(
     name: str,
     title: str,
-    description: str,
     lines: Sequence[Line],
     shown: Callable[[float], str],
     axis: Callable[[float], str],
@@ -252,17 +243,14 @@ def line_chart(
         points = " ".join(f"{_n(across(x))},{_n(up(y))}" for x, y in line.points)
         parts.append(tag("polyline", points=points, class_=f"line {line.class_}"))
         for x, y in line.points:
-            parts.append(
-                tag(
-                    "circle",
-                    tag("title", f"{line.name}, tp {x:g}: {shown(y)}"),
-                    cx=_n(across(x)),
-                    cy=_n(up(y)),
-                    r=5 if x == marked else 3,
-                    class_=f"point {line.class_}",
-                )
-            )
-    return _svg(name, title, description, (_WIDTH, _HEIGHT), join(parts))
+            told = tag("title", f"{line.name}, tp {x:g}: {shown(y)}")
+            place = {"cx": _n(across(x)), "cy": _n(up(y)), "r": "5" if x == marked else "3"}
+            parts.append(tag("circle", told, **place, class_=f"point {line.class_}"))
+    described = "; ".join(
+        f"{line.name}: " + ", ".join(f"tp {x:g} {shown(y)}" for x, y in line.points)
+        for line in lines
+    )
+    return _svg(name, title, described, (_WIDTH, _HEIGHT), join(parts))
 
 
 def _scale(values: Sequence[float], base: float | None) -> tuple[float, float, list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -66,13 +67,12 @@ def compare(before: DryRun, after: DryRun) -> Change:
 
 
 def _moved(before: DryRun, after: DryRun) -> Iterable[Moved]:
-    groups: dict[tuple[str, str, str], int] = {}
+    groups: Counter[tuple[str, str, str]] = Counter()
     for name, old in before.compiled.parameters.items():
         new = after.compiled.parameters.get(name)
         was, now = _placed(old), "not a parameter of its own" if new is None else _placed(new)
         if was != now:
-            key = folded(name), was, now
-            groups[key] = groups.get(key, 0) + 1
+            groups[folded(name), was, now] += 1
     for (name, was, now), count in groups.items():
         yield Moved(name, count, was, now)
 
@@ -95,10 +95,9 @@ def _figures(before: DryRun, after: DryRun) -> Iterable[Figure]:
         old_bytes, new_bytes = getattr(before.memory, attribute), getattr(after.memory, attribute)
         yield Figure(name, "bytes", old_bytes, new_bytes)
     old_time, new_time = before.time.total, after.time.total
-    yield Figure("step, modelled", "seconds", old_time.seconds, new_time.seconds)
-    yield Figure(
-        "communication, modelled", "seconds", old_time.communication, new_time.communication
-    )
+    for name, part in (("step", "seconds"), ("communication", "communication")):
+        old_part, new_part = getattr(old_time, part), getattr(new_time, part)
+        yield Figure(f"{name}, modelled", "seconds", old_part, new_part)
 
 
 def layout(change: Change) -> Group:

@@ -14,6 +14,7 @@ from string import Template
 
 import torch
 
+from tpplan.cost.memory import Memory
 from tpplan.cost.run import DryRun
 from tpplan.language import Plan
 from tpplan.render.capacity import memory, mode, scaling
@@ -24,6 +25,7 @@ from tpplan.render.markup import (
     Html,
     badge,
     join,
+    numeric,
     section,
     share,
     table,
@@ -113,25 +115,19 @@ def _header(report: DryRun) -> Html:
     )
     shown = (tag("li", f"{name} ", tag("b", value)) for name, value in facts)
     links = (tag("li", tag("a", title, href=f"#{name}")) for name, title in _SECTIONS.items())
-    return join(
-        [
-            tag("h1", report.model),
-            tag("ul", *shown, class_="facts"),
-            tag("nav", tag("ul", *links), aria_label="Sections"),
-        ],
-        "\n",
-    )
+    navigation = tag("nav", tag("ul", *links), aria_label="Sections")
+    return join([tag("h1", report.model), tag("ul", *shown, class_="facts"), navigation], "\n")
 
 
 def _key_figures(report: DryRun) -> Html:
     held, limit = report.memory, report.hardware.memory
     total, mine = report.parameter_counts["total"], report.parameter_counts["per_rank"]
     peak = held.peak_per_rank
-    fits = tag("span", "fits", class_="good")
-    if peak > limit:
-        fits = tag("span", "does not fit", class_="bad")
+    word, class_ = ("fits", "good") if peak <= limit else ("does not fit", "bad")
+    fits = tag("span", word, class_=class_)
     sent = {phase: report.bytes_sent(phase) for phase in PHASES}
-    by_phase = ", ".join(f"{p.replace('_', ' ')} {size(n)}" for p, n in sent.items() if n)
+    parts = [f"{p.replace('_', ' ')} {size(n)}" for p, n in sent.items() if n]
+    by_phase = ", ".join(parts) or "nothing: there is one rank"
     cards = (
         _card(
             "Parameters",
@@ -147,33 +143,20 @@ def _key_figures(report: DryRun) -> Html:
             join([share(peak, limit, f"a GPU's {size(limit)}"), ": ", fits]),
             *_peaks(report),
         ),
-        _card(
-            "Sent per rank and step",
-            "exact",
-            size(sum(sent.values())),
-            by_phase or "nothing: there is one rank",
-        ),
+        _card("Sent per rank and step", "exact", size(sum(sent.values())), by_phase),
         _card("Step time", "modelled", duration(report.time.total.seconds), *_times(report)),
     )
-    title = tag("h2", "Key figures", id="figures-title")
-    return tag(
-        "section",
-        title,
-        tag("div", *cards, _counts(report), class_="cards"),
-        id="figures",
-        aria_labelledby="figures-title",
-    )
+    return section("figures", "Key figures", tag("div", *cards, _counts(report), class_="cards"))
 
 
 def _peaks(report: DryRun) -> Iterator[str]:
-    found = ((p, peak.bytes) for p, peak in report.memory.peaks.items())
-    yield ", ".join(f"{phase} {size(most)}" for phase, most in found)
-    other = report.other_memory
-    if other is not None:
+    def peaks(held: Memory) -> str:
+        return ", ".join(f"{phase} {size(peak.bytes)}" for phase, peak in held.peaks.items())
+
+    yield peaks(report.memory)
+    if report.other_memory is not None:
         word = "without" if report.training.checkpointing else "with"
-        found = ((p, peak.bytes) for p, peak in other.peaks.items())
-        peaks = ", ".join(f"{phase} {size(most)}" for phase, most in found)
-        yield f"{word} activation checkpointing: {peaks}"
+        yield f"{word} activation checkpointing: {peaks(report.other_memory)}"
 
 
 def _times(report: DryRun) -> Iterator[str]:
@@ -198,12 +181,12 @@ def _card(title: str, certainty: Certainty, figure: str, *lines: object) -> Html
 
 def _counts(report: DryRun) -> Html:
     kinds = list(dict.fromkeys(kind for phase in PHASES for kind in report.counts(phase)))
-    columns = [Column("phase"), *(Column(k.replace("_", "-"), numeric=True) for k in kinds)]
-    rows = [
-        (phase.replace("_", " "), *(report.counts(phase).get(kind, 0) for kind in kinds))
-        for phase in PHASES
-    ]
-    shown = table("Collectives of one step, by phase", columns, rows, class_="compact")
+
+    def column(kind: str) -> Column:
+        return numeric(kind.replace("_", "-"), lambda phase: report.counts(phase).get(kind, 0))
+
+    columns = [Column("phase", lambda phase: phase.replace("_", " ")), *map(column, kinds)]
+    shown = table("Collectives of one step, by phase", columns, PHASES, class_="compact")
     return tag("div", tag("h3", "Collectives", badge("exact")), shown, class_="card wide")
 
 
@@ -257,12 +240,10 @@ _ABOUT: dict[Certainty, str] = {
 
 
 def _footer(report: DryRun, command: str | None) -> Html:
-    words = [tag("dt", badge(kind), id=f"about-{kind}") for kind in NOTES]
-    pairs = [
-        part
-        for kind, dt in zip(NOTES, words, strict=True)
-        for part in (dt, tag("dd", _ABOUT[kind]))
-    ]
+    pairs = (
+        join([tag("dt", badge(kind), id=f"about-{kind}"), tag("dd", _ABOUT[kind])])
+        for kind in NOTES
+    )
     content = [
         tag("h2", "About the numbers", id="about-title"),
         tag("dl", *pairs),
@@ -272,13 +253,8 @@ def _footer(report: DryRun, command: str | None) -> Html:
         stacks = ", ".join(
             f"{n} of {length} in {stack}" for stack, (n, length) in report.executed.items()
         )
-        content.append(
-            tag(
-                "p",
-                f"Of equal layers some were executed ({stacks}) and stand for the rest; that they "
-                "repeat was checked.",
-            )
-        )
+        said = f"Of equal layers some were executed ({stacks}) and stand for the rest"
+        content.append(tag("p", f"{said}; that they repeat was checked."))
     again = "The command that makes it again"
     if command is None:
         again += f", CONFIG being the configuration that this {report.model} was built from"
@@ -291,19 +267,18 @@ def _footer(report: DryRun, command: str | None) -> Html:
 
 
 def _training(training: Training) -> str:
+    def said(there: bool, what: str) -> str:
+        return what if there else f"no {what}"
+
     make = training.optimizer
-    if make is None:
-        parts = ["no optimizer"]
-    else:
+    parts = ["no optimizer"]
+    if make is not None:
         named = make.func if isinstance(make, functools.partial) else make
         parts = [getattr(named, "__name__", type(named).__name__)]
-        parts.append(
-            ("" if training.master_weights else "no ") + "float32 copies of 16-bit parameters"
-        )
+        parts.append(said(training.master_weights, "float32 copies of 16-bit parameters"))
         if training.max_norm is not None:
             parts.append(f"gradients clipped to norm {training.max_norm:g}")
-    parts.append(("" if training.checkpointing else "no ") + "activation checkpointing")
-    return ", ".join(parts)
+    return ", ".join([*parts, said(training.checkpointing, "activation checkpointing")])
 
 
 def _command(report: DryRun) -> str:
@@ -312,9 +287,7 @@ def _command(report: DryRun) -> str:
     parts = ["tpplan", "dry-run", _named(compiled.plan), "--model", "CONFIG"]
     parts += ["--tp", str(compiled.tp), "--batch", str(report.batch), "--seq", str(report.seq)]
     if compiled.tp > 1 and compiled.sequence_parallel != compiled.plan.sequence_parallel:
-        parts.append(
-            "--sequence-parallel" if compiled.sequence_parallel else "--no-sequence-parallel"
-        )
+        parts.append(f"--{'' if compiled.sequence_parallel else 'no-'}sequence-parallel")
     parts += _training_options(report.training)
     parts += ["--hardware", report.hardware.name, "--html", "report.html"]
     return shlex.join(parts)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
-from typing import Literal
+from typing import Any, Literal
 
 _VOID = frozenset({"br", "col", "input", "link", "meta", "wbr"})
 Certainty = Literal["exact", "tracked", "modelled"]
@@ -61,9 +62,14 @@ def badge(kind: Certainty) -> Html:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table; ``certainty``: that of all its numbers."""
+    """A column of a table.
+
+    Attributes:
+        cell: what stands in a row, of what the row is of; certainty: of all its numbers.
+    """
 
     title: str
+    cell: Callable[[Any], object]
     numeric: bool = False
     code: bool = False
     certainty: Certainty | None = None
@@ -74,10 +80,16 @@ class Column:
         return f"{self.title} · {self.certainty}" if self.certainty else self.title
 
 
+numeric = partial(Column, numeric=True)
+exact = partial(numeric, certainty="exact")
+tracked = partial(numeric, certainty="tracked")
+modelled = partial(numeric, certainty="modelled")
+
+
 def table(
     caption: str,
     columns: Sequence[Column],
-    rows: Iterable[Sequence[object]],
+    rows: Iterable[Any],
     footer: Sequence[object] = (),
     stacked: bool = False,
     class_: str = "",
@@ -85,6 +97,7 @@ def table(
     """A table.
 
     Args:
+        rows: what each row is of, as the columns take it.
         footer: a last row, of sums.
         stacked: whether on a narrow page each row becomes a block with its columns' titles, for
             which the roles that this takes away are stated.
@@ -92,8 +105,8 @@ def table(
 
     def row(cells: Sequence[object], heading: bool = False) -> Html:
         made = []
-        for index, (column, cell) in enumerate(zip(columns, cells, strict=True)):
-            first = index == 0
+        for column, cell in zip(columns, cells, strict=True):
+            first = column is columns[0]
             content = breakable(cell) if column.code and isinstance(cell, str) else cell
             classes = " ".join(n for n in ("numeric", "code") if getattr(column, n))
             made.append(
@@ -115,15 +128,14 @@ def table(
         tag(
             "th",
             column.title,
-            Html(" ") if column.certainty else "",
-            badge(column.certainty) if column.certainty else "",
+            join([" ", badge(column.certainty)]) if column.certainty else "",
             scope="col",
             role=role("columnheader"),
             class_="numeric" if column.numeric else None,
         )
         for column in columns
     ]
-    body = [row(cells) for cells in rows]
+    body = [row([column.cell(of) for column in columns]) for of in rows]
     content = [
         tag("caption", caption),
         tag("thead", tag("tr", *head, role=role("row")), role=role("rowgroup")),

@@ -15,6 +15,8 @@ from tpplan.render.markup import (
     Html,
     badge,
     details,
+    modelled,
+    numeric,
     scrolling,
     section,
     table,
@@ -50,31 +52,18 @@ def _phase(report: DryRun, phase: str) -> Html:
     if not groups:
         return tag("p", tag("b", title), ": none", class_="quiet")
     columns = (
-        Column("module", code=True),
-        Column("collective"),
-        Column("count", numeric=True),
-        Column("shape"),
-        Column("each", numeric=True),
-        Column("total", numeric=True),
-        Column("for"),
-        Column("rule", code=True),
+        Column("module", lambda c: c.module or "(model)", code=True),
+        Column("collective", lambda c: c.kind.replace("_", "-")),
+        numeric("count", lambda c: groups[c]),
+        Column("shape", lambda c: f"{times(c.shape)} {c.dtype}"),
+        numeric("each", lambda c: size(c.bytes)),
+        numeric("total", lambda c: size(groups[c] * c.bytes)),
+        Column("for", lambda c: c.reason),
+        Column("rule", lambda c: c.rule or "", code=True),
     )
-    rows = [
-        (
-            c.module or "(model)",
-            c.kind.replace("_", "-"),
-            count,
-            f"{times(c.shape)} {c.dtype}",
-            size(c.bytes),
-            size(count * c.bytes),
-            c.reason,
-            c.rule or "",
-        )
-        for c, count in groups.items()
-    ]
     total = sum(count * c.bytes for c, count in groups.items())
     footer = ("sum", "", groups.total(), "", "", size(total), "", "")
-    return table(title, columns, rows, footer, stacked=True, class_="sites")
+    return table(title, columns, groups, footer, stacked=True, class_="sites")
 
 
 def _folded(c: Collective) -> Collective:
@@ -120,20 +109,23 @@ def timeline(report: DryRun) -> Html:
 
 
 def _length(spans: Sequence[Span]) -> float:
-    return max((s.start + s.seconds for s in spans), default=0) - _start(spans)
-
-
-def _start(spans: Sequence[Span]) -> float:
-    return min((s.start for s in spans), default=0)
+    """From the start of the first to the end of the last."""
+    return spans[-1].start + spans[-1].seconds - spans[0].start if spans else 0.0
 
 
 def _panel(phase: str, spans: Sequence[Span], longest: float) -> Iterator[Html]:
     element = spans[0].element
     where = f"{element.stack}.{element.index}" if element is not None else ""
-    first = _start(spans)
-    names = [s.module.removeprefix(where).strip(".") or "(layer)" for s in spans]
-    blocks = [_block(s, name, first) for s, name in zip(spans, names, strict=True)]
-    sent = sum(s.seconds for s in spans if s.lane == "communication")
+    first = spans[0].start
+
+    def name(span: Span) -> str:
+        return span.module.removeprefix(where).strip(".") or "(layer)"
+
+    def sends(span: Span) -> bool:
+        return span.lane == "communication"
+
+    blocks = [_block(s, name(s), first) for s in spans]
+    sent = sum(s.seconds for s in filter(sends, spans))
     beside = sum(s.overlappable for s in spans)
     total = _length(spans)
     described = f"{duration(total)}, of which communication {duration(sent)}"
@@ -143,27 +135,15 @@ def _panel(phase: str, spans: Sequence[Span], longest: float) -> Iterator[Html]:
     yield tag("h3", f"{phase}: {described}")
     yield scrolling(f"timeline of the {phase} pass", tag("div", chart, class_="timeline"))
     columns = (
-        Column("module", code=True),
-        Column("what"),
-        Column("lane"),
-        Column("starts", numeric=True, certainty="modelled"),
-        Column("takes", numeric=True, certainty="modelled"),
-        Column("bound by"),
-        Column("could overlap", numeric=True, certainty="modelled"),
+        Column("module", name, code=True),
+        Column("what", lambda s: s.what),
+        Column("lane", lambda s: s.lane),
+        modelled("starts", lambda s: duration(s.start - first)),
+        modelled("takes", lambda s: duration(s.seconds)),
+        Column("bound by", lambda s: s.bound),
+        modelled("could overlap", lambda s: duration(s.overlappable) if sends(s) else ""),
     )
-    rows = [
-        (
-            name,
-            s.what,
-            s.lane,
-            duration(s.start - first),
-            duration(s.seconds),
-            s.bound,
-            duration(s.overlappable) if s.lane == "communication" else "",
-        )
-        for s, name in zip(spans, names, strict=True)
-    ]
-    yield details(f"{phase} as a table", table(f"{phase} of {where}", columns, rows, stacked=True))
+    yield details(f"{phase} as a table", table(f"{phase} of {where}", columns, spans, stacked=True))
 
 
 def _block(span: Span, name: str, first: float) -> charts.Block:

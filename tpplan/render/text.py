@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Literal
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +16,13 @@ from tpplan.planner.match import folded
 from tpplan.render.console import titled
 from tpplan.render.units import duration, number, size
 from tpplan.simulate.steps import PHASES, Collective
+
+# columns that are broken where they are long, and all that hold words; numbers stand right
+_LONG = {"parameter", "for", "how"}
+_WORDS = {
+    *("", "shape", "placement", "per rank", "rule", "phase", "module", "collective", "computes"),
+    *_LONG,
+}
 
 
 def layout(report: DryRun) -> Group:
@@ -37,55 +47,37 @@ def _title(report: DryRun) -> Text:
     )
 
 
-def _table(title: str, *columns: tuple[str, str]) -> Table:
+def _table(title: str, *columns: str) -> Table:
     table = titled(title)
-    for name, justify in columns:
-        wraps = name in ("for", "how", "parameter")
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=not wraps)  # type: ignore[arg-type]
+    for name in columns:
+        justify: Literal["left", "right"] = "left" if name in _WORDS else "right"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in _LONG)
     return table
 
 
 def _placements(report: DryRun) -> Table:
-    table = _table(
-        "Parameters",
-        ("parameter", "left"),
-        ("×", "right"),
-        ("shape", "left"),
-        ("placement", "left"),
-        ("per rank", "left"),
-        ("rule", "left"),
-    )
-    groups: dict[tuple[str, ...], int] = {}
-    for entry in report.compiled.parameters.values():
-        groups.setdefault(_row(entry), 0)
-        groups[_row(entry)] += 1
+    table = _table("Parameters", "parameter", "×", "shape", "placement", "per rank", "rule")
+    groups = Counter(map(_row, report.compiled.parameters.values()))
     for (name, shape, placement, local, rule), count in groups.items():
         table.add_row(name, str(count), shape, placement, local, rule)
     return table
 
 
 def _row(entry: ParameterPlan) -> tuple[str, ...]:
-    rule = entry.rule
-    text = "none: small"
-    if rule is not None:
-        text = rule.style
     tied = "".join(f" = {folded(alias)}" for alias in entry.aliases)
-    placement = entry.placed
-    if entry.summed:
-        placement += ", summed"
     return (
         folded(entry.name) + tied,
         "×".join(map(str, entry.shape)),
-        placement,
+        entry.placed + (", summed" if entry.summed else ""),
         "×".join(map(str, entry.local_shape)),
-        text,
+        "none: small" if entry.rule is None else entry.rule.style,
     )
 
 
 def _counts(report: DryRun) -> Table:
     kinds = list(dict.fromkeys(k for p in PHASES for k in report.counts(p)))
-    columns = [(kind.replace("_", "-"), "right") for kind in kinds]
-    table = _table("Collectives", ("phase", "left"), *columns, ("sent per rank", "right"))
+    columns = [kind.replace("_", "-") for kind in kinds]
+    table = _table("Collectives", "phase", *columns, "sent per rank")
     for phase in PHASES:
         found = report.counts(phase)
         if phase == "optimizer" and not any(found.values()):
@@ -96,19 +88,9 @@ def _counts(report: DryRun) -> Table:
 
 
 def _sites(report: DryRun) -> Table:
-    table = _table(
-        "Where they come from",
-        ("phase", "left"),
-        ("module", "left"),
-        ("×", "right"),
-        ("collective", "left"),
-        ("shape", "left"),
-        ("each", "right"),
-        ("for", "left"),
-    )
-    groups: dict[tuple[str, ...], int] = {}
-    for c in report.collectives:
-        groups[_site(c)] = groups.get(_site(c), 0) + 1
+    columns = ("phase", "module", "×", "collective", "shape", "each", "for")
+    table = _table("Where they come from", *columns)
+    groups = Counter(map(_site, report.collectives))
     for (phase, module, kind, shape, each, reason), count in groups.items():
         table.add_row(phase, _broken(module), str(count), kind, shape, each, reason)
     return table
@@ -131,14 +113,9 @@ def _site(c: Collective) -> tuple[str, ...]:
 
 def _kernels(report: DryRun) -> Table:
     """What fused kernels stand for, and what they do not."""
-    table = _table(
-        "Fused kernels", ("module", "left"), ("×", "right"), ("computes", "left"), ("how", "left")
-    )
-    groups: dict[tuple[str, str, str], int] = {}
-    for path, plan in report.compiled.modules.items():
-        if plan.kernel is not None:
-            key = folded(path), plan.kernel.kind, plan.kernel.reason
-            groups[key] = groups.get(key, 0) + 1
+    table = _table("Fused kernels", "module", "×", "computes", "how")
+    kernels = ((path, plan.kernel) for path, plan in report.compiled.modules.items())
+    groups = Counter((folded(path), k.kind, k.reason) for path, k in kernels if k is not None)
     for (path, kind, reason), count in groups.items():
         table.add_row(_broken(path, 60), str(count), kind, reason)
     return table
@@ -150,16 +127,10 @@ def _memory(report: DryRun) -> Table:
     if report.other_memory is not None:
         runs.append((not report.training.checkpointing, report.other_memory))
     names = ["layers recomputed" if again else "layers kept" for again, _ in runs]
-    table = _table("Memory per rank", ("", "left"), *((name, "right") for name in names))
-    rows = (
-        ("parameters", "parameters_per_rank"),
-        ("buffers", "buffers_per_rank"),
-        ("gradients", "gradients_per_rank"),
-        ("optimizer", "optimizer_per_rank"),
-        ("all of these", "states_per_rank"),
-    )
-    for name, attribute in rows:
-        table.add_row(name, *(size(getattr(memory, attribute)) for _, memory in runs))
+    table = _table("Memory per rank", "", *names)
+    for part in ("parameters", "buffers", "gradients", "optimizer", "states"):
+        name = "all of these" if part == "states" else part
+        table.add_row(name, *(size(getattr(memory, f"{part}_per_rank")) for _, memory in runs))
     for phase in report.memory.peaks:
         peaks = [memory.peaks[phase] for _, memory in runs]
         table.add_row(f"peak of {phase}", *(size(peak.bytes) for peak in peaks))
@@ -174,13 +145,8 @@ def _flops(report: DryRun) -> Table:
     groups: dict[str, list[int]] = {}
     for path, flops in flops_by_module(report.steps).items():
         groups.setdefault(folded(path) or "(model)", []).append(flops)
-    table = _table(
-        "Matrix multiplications and attention, of a rank in a step",
-        ("module", "left"),
-        ("×", "right"),
-        ("each", "right"),
-        ("share", "right"),
-    )
+    title = "Matrix multiplications and attention, of a rank in a step"
+    table = _table(title, "module", "×", "each", "share")
     total = sum(map(sum, groups.values()))
     for name, found in groups.items():
         each = f"{max(found) / 1e9:,.1f} GFLOP"
@@ -191,15 +157,8 @@ def _flops(report: DryRun) -> Table:
 def _time(report: DryRun) -> Table:
     """Modelled seconds by phase, and of the typical layer."""
     time = report.time
-    table = _table(
-        f"Time, modelled on {time.hardware}",
-        ("", "left"),
-        ("all", "right"),
-        ("compute", "right"),
-        ("sent", "right"),
-        ("could overlap", "right"),
-        ("sent ÷ compute", "right"),
-    )
+    columns = ("", "all", "compute", "sent", "could overlap", "sent ÷ compute")
+    table = _table(f"Time, modelled on {time.hardware}", *columns)
     rows = {phase.replace("_", " "): share for phase, share in time.phases.items()}
     for stack, layer in time.layers.items():
         for phase, share in layer.phases.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tpplan.compiled import CompiledPlan, ModulePlan, ParameterPlan
@@ -151,39 +151,37 @@ def _module(node: Node, prefix: str, opened: bool, depth: int) -> Html:
     if bare and len(node.children) == 1 and depth:
         (only,) = node.children.values()
         return _module(only, f"{label}.", opened, depth)
-    inner = [*_rows(node, "", node.path)]
-    for child in node.children.values():
-        inner.append(_module(child, "", opened, depth + 1))
+    children = (_module(child, "", opened, depth + 1) for child in node.children.values())
+    inner = [*_rows(node, "", node.path), *children]
     title = [
         tag("span", label, class_="path"),
-        tag("span", f" ×{node.count}", class_="times") if node.count > 1 else "",
+        _count(node),
         tag("span", _style(node), class_="style") if _style(node) else "",
         tag("span", size(node.bytes_per_rank), class_="sum") if node.bytes_per_rank else "",
     ]
-    return tag(
-        "li",
-        details(
-            join(title),
-            *(tag("p", note, class_="note") for note in node.notes),
-            tag("ul", *inner),
-            open=opened or depth < 2,
-        ),
-        data_path=folded(node.path),
-    )
+    content = [*_notes(node.notes), tag("ul", *inner)]
+    shown = details(join(title), *content, open=opened or depth < 2)
+    return tag("li", shown, data_path=folded(node.path))
 
 
 def _leaf(node: Node, label: str) -> Iterator[Html]:
     """A module without modules: its parameters stand in its place."""
-    notes = [tag("p", note, class_="note") for note in node.notes]
-    count = tag("span", f" ×{node.count}", class_="times") if node.count > 1 else ""
-    found = list(_rows(node, f"{label}.", node.path, count, notes))
-    if found:
-        yield from found
+    notes, count = _notes(node.notes), _count(node)
+    if node.parameters or node.tied:
+        yield from _rows(node, f"{label}.", node.path, count, notes)
         return
     named = tag("span", label, count, class_="name path")
     cells = tag("span", _style(node) or "no parameters", class_="wide")
     row = tag("div", named, cells, class_="row")
     yield tag("li", row, *notes, data_path=folded(node.path))
+
+
+def _count(node: Node) -> Html:
+    return tag("span", f" ×{node.count}", class_="times") if node.count > 1 else Html()
+
+
+def _notes(lines: Iterable[str]) -> list[Html]:
+    return [tag("p", line, class_="note") for line in lines]
 
 
 def _style(node: Node) -> str:
@@ -194,8 +192,16 @@ def _style(node: Node) -> str:
 def _rows(
     node: Node, prefix: str, path: str, count: object = "", notes: Sequence[Html] = ()
 ) -> Iterator[Html]:
+    for leaf, cells, ties in _own(node):
+        named = tag("span", f"{prefix}{leaf}", count, class_="name path")
+        row = tag("div", named, *cells, class_="row")
+        yield tag("li", row, *ties, *notes, data_path=folded(f"{path}.{leaf}".strip(".")))
+        notes = ()
+
+
+def _own(node: Node) -> Iterator[tuple[str, list[Html], list[Html]]]:
+    """For each of a module's parameters its own name, its cells, and what else there is to say."""
     for entry in node.parameters:
-        leaf = entry.name.rpartition(".")[2]
         cells = (
             times(entry.shape),
             _placement(entry),
@@ -208,19 +214,10 @@ def _rows(
             tag("span", tag("span", f"{title}: ", class_="title"), cell, class_="cell")
             for title, cell in zip(_COLUMNS, cells, strict=True)
         ]
-        ties = [
-            tag("p", f"tied: {folded(alias)} is the same parameter", class_="note")
-            for alias in entry.aliases
-        ]
-        named = tag("span", f"{prefix}{leaf}", count, class_="name path")
-        row = tag("div", named, *shown, class_="row")
-        yield tag("li", row, *ties, *notes, data_path=folded(f"{path}.{leaf}".strip(".")))
-        notes = ()
+        ties = (f"tied: {folded(alias)} is the same parameter" for alias in entry.aliases)
+        yield entry.name.rpartition(".")[2], shown, _notes(ties)
     for leaf, name in node.tied.items():
-        named = tag("span", f"{prefix}{leaf}", count, class_="name path")
-        row = tag("div", named, tag("span", f"tied to {folded(name)}", class_="wide"), class_="row")
-        yield tag("li", row, *notes, data_path=folded(f"{path}.{leaf}".strip(".")))
-        notes = ()
+        yield leaf, [tag("span", f"tied to {folded(name)}", class_="wide")], []
 
 
 def _placement(entry: ParameterPlan) -> Html:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def size(count: float) -> str:
     """Bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    unit, value = scaled(count, ("B", "KiB", "MiB", "GiB"))
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def scaled(count: float, units: Sequence[str]) -> tuple[str, float]:
+    """The unit that suits a number, each of 1024 of the one before, and the number in it."""
+    unit, *larger = units
+    return (unit, count) if count < 1024 or not larger else scaled(count / 1024, larger)
 
 
 def duration(seconds: float) -> str:

@@ -20,15 +20,13 @@ from tpplan.compat import FakeTensorMode, fake_world, quiet
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.shadow import shadow_of
+from tpplan.observe.shadow import Call, shadow_of
 from tpplan.observe.trace import fake_inputs
 from tpplan.rewrite import apply
 from tpplan.simulate.optimizers import take_step
 from tpplan.simulate.steps import Step
 from tpplan.simulate.tracker import Tracker
 from tpplan.simulate.values import RealValues
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -105,9 +103,8 @@ def execute(
         held: Mapping[str, int] = {}
         if training.optimizer is not None:
             with tracker.during("optimizer"):
-                held = take_step(
-                    shadow, training.optimizer, training.max_norm, training.master_weights
-                )
+                how = (training.optimizer, training.max_norm, training.master_weights)
+                held = take_step(shadow, *how)
     return Execution(tracker.steps(), held)
 
 

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from tpplan.compiled import Boundary, CompiledPlan, ModulePlan, ParameterPlan
 from tpplan.language import FrozenMap
 from tpplan.observe.likeness import identity, shared_tensors
+from tpplan.observe.twins import held_by
 from tpplan.planner.match import Matches
 
 # boundaries of copied layers must not share a collective with those of the layer they copy
@@ -89,8 +89,7 @@ def shortened_model(model: nn.Module, folds: Mapping[Fold, int]) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for table in (module._parameters, module._buffers, vars(module)):
-            memo.update((id(t), t) for t in table.values() if isinstance(t, torch.Tensor))
+        memo.update((id(tensor), tensor) for tensor in held_by(module))
     for fold, more in folds.items():
         stack = model.get_submodule(fold.stack)
         short = copy.copy(stack)

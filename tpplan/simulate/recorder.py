@@ -80,22 +80,17 @@ class Recorder(Observer):
             self.collectives.append(self._collective(kind, func, args, kwargs or {}, out))
         return out
 
-    def _dimension(self, group: dist.ProcessGroup) -> str:
-        known = self._dimensions.get(group.group_name)
-        named = group.group_desc.startswith("mesh_")
-        return known or (group.group_desc.removeprefix("mesh_") if named else "world")
-
     def _collective(
         self, kind: str, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any
     ) -> Collective:
+        group, dimension = _group(func, args, kwargs), "tp"
         site, self._site = self._site, None
-        outside = site is None
         if site is None:
             site = _STEPPING if self.phase == "optimizer" else _OUTSIDE
-        given = tensors_in(args)
-        made = tensors_in(out) or given
-        tensor = max((*given, *made), key=lambda t: t.numel())
-        group = _group(func, args, kwargs)
+            of_mesh = group.group_desc.startswith("mesh_")
+            named = group.group_desc.removeprefix("mesh_") if of_mesh else "world"
+            dimension = self._dimensions.get(group.group_name) or named
+        tensor = max(tensors_in((args, out)), key=torch.Tensor.numel)
         shape = tuple(int(n) for n in tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
         return Collective(
@@ -107,7 +102,7 @@ class Recorder(Observer):
             bytes=ring_bytes(kind, group.size(), shape, dtype),
             reason=site.reason,
             rule=site.rule,
-            dimension=self._dimension(group) if outside else "tp",
+            dimension=dimension,
             ranks=group.size(),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -111,8 +112,6 @@ def ring_bytes(kind: str, ranks: int, shape: Iterable[int], dtype: str) -> int:
 
 def counts(collectives: Iterable[Collective], phase: str) -> dict[str, int]:
     """How many collectives of each kind a phase issues; the three usual kinds always appear."""
-    result = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
-    for collective in collectives:
-        if collective.phase == phase:
-            result[collective.kind] = result.get(collective.kind, 0) + 1
-    return result
+    found = Counter(all_reduce=0, all_gather=0, reduce_scatter=0)
+    found.update(collective.kind for collective in collectives if collective.phase == phase)
+    return dict(found)

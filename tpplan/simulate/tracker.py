@@ -12,31 +12,31 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from tpplan.compat import FakeTensor, local_of, rehearsed_in, running_node, sequence_number
+from tpplan.compat import (
+    FakeTensor,
+    local_of,
+    memory_of,
+    rehearsed_in,
+    running_node,
+    sequence_number,
+)
 from tpplan.roles.lowered import passive
 from tpplan.simulate.recorder import Recorder, tensors_in
 from tpplan.simulate.steps import Collective, Matmul, Member, Step
 
 _aten = torch.ops.aten
 # what torch's own table leaves out
-_FLOPS: Mapping[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(g.shape, q.shape, k.shape, v.shape)
-    ),
+_FLOPS: Mapping[Any, tuple[int, Callable[..., int]]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: (3, sdpa_flop_count),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (4, sdpa_backward_flop_count),
 }
+"""The formula, and of how many first arguments it takes the shapes."""
 
 
 class _Open:
-    """The step that is being recorded."""
+    """The step that is being recorded; see ``Step``."""
 
     def __init__(self, phase: str, module: str, element: Member | None) -> None:
         self.phase, self.module, self.element = phase, module, element
@@ -44,18 +44,8 @@ class _Open:
         self.moved = self.ops = self.net = self.peak = self.gradients = 0
 
     def closed(self, collective: Collective | None) -> Step:
-        return Step(
-            self.phase,
-            self.module,
-            self.element,
-            tuple(self.matmuls.items()),
-            self.moved,
-            self.ops,
-            self.net,
-            self.peak,
-            self.gradients,
-            collective,
-        )
+        told = {**vars(self), "matmuls": tuple(self.matmuls.items())}
+        return Step(**told, collective=collective)
 
 
 class _Aside:
@@ -167,8 +157,8 @@ class Tracker(Recorder):
         before = len(self.collectives)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         given, made = tensors_in((args, kwargs)), tensors_in(out)
-        theirs = {t.untyped_storage()._cdata for t in given}
-        new = [t for t in made if t.untyped_storage()._cdata not in theirs]
+        theirs = set(map(memory_of, given))
+        new = [t for t in made if memory_of(t) not in theirs]
         for tensor in new:
             self._note(tensor.untyped_storage())
         if len(self.collectives) > before:
@@ -212,7 +202,8 @@ class Tracker(Recorder):
         packet = func._overloadpacket
         formula = flop_registry.get(packet)
         if packet in _FLOPS:
-            flops = _FLOPS[packet](*args, **kwargs)
+            count, known = _FLOPS[packet]
+            flops = known(*(t.shape for t in args[:count]))
         elif formula is not None:
             flops = formula(*args, **kwargs, out_val=out)
         else:
@@ -228,9 +219,9 @@ class Tracker(Recorder):
         for parameter in model.parameters():
             if (grad := parameter.grad) is not None:
                 local = local_of(grad) if isinstance(grad, DTensor) else grad
-                held = self._storages.get(local.untyped_storage()._cdata)
-                if held is not None:
-                    _, size, step = held
+                key = memory_of(local)
+                if key in self._storages:
+                    _, size, step = self._storages[key]
                     step.gradients += size
 
     def steps(self) -> tuple[Step, ...]:

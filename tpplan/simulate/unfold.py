@@ -70,12 +70,13 @@ def _repeated(
 
     for index, renames in order:
         element = steps[index].element
-        own = element is not None and element.stack == fold.stack
-        if own and element is not None and fold.repeats(element.index):
+        if element is not None and element.stack != fold.stack:
+            element = None
+        if element is not None and fold.repeats(element.index):
             block.append(index)
             continue
         close()
-        if own and element is not None:
+        if element is not None:
             before = element.index
             if element.index >= fold.start + fold.period:
                 renames = [*renames, *_shifted(steps[index], fold, n)]
@@ -96,14 +97,10 @@ def _renamed(step: Step, renames: Sequence[Rename]) -> Step:
         if element is not None:
             element = Member(element.stack, rename.target)
         if collective is not None:
-            collective = replace(
-                collective,
-                module=rename.text(collective.module),
-                reason=rename.text(collective.reason),
-            )
-        step = replace(
-            step, module=rename.text(step.module), element=element, collective=collective
-        )
+            module, reason = rename.text(collective.module), rename.text(collective.reason)
+            collective = replace(collective, module=module, reason=reason)
+        module = rename.text(step.module)
+        step = replace(step, module=module, element=element, collective=collective)
     return step
 
 
@@ -119,16 +116,11 @@ def _growths(short: Sequence[Step], fold: Fold, longer: Sequence[Step]) -> list[
     found: list[_Growth] = [{} for _ in short]
     for (index, renames), real in zip(order, longer, strict=True):
         expected = _renamed(short[index], renames)
-        growth = _growth(expected, real)
-        element = expected.element
-        repeated = (
-            element is not None
-            and element.stack == fold.stack
-            and fold.start <= element.index < fold.start + 2 * fold.period
-        )
-        if growth and repeated:
+        found[index], element = _growth(expected, real), expected.element
+        within = range(fold.start, fold.start + 2 * fold.period)
+        own = element is not None and element.stack == fold.stack and element.index in within
+        if found[index] and own:
             raise NotRepeatingError
-        found[index] = growth
     return found
 
 
