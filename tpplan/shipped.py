@@ -6,11 +6,12 @@ Nothing here needs torch, which takes seconds to import.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpplan.language import Diagnostic, Plan, PlanError, load, parse_mapping
+from tpplan.language import Diagnostic, Pattern, Plan, PlanError, load, parse_mapping
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,18 +55,95 @@ def load_plan(source: PlanSource, model: nn.Module | None = None) -> Plan:
 
 
 def _chosen(model: nn.Module) -> Plan:
-    """The shipped plan that lists the class of ``model``, or one that it derives from, and fits."""
+    """The shipped plan that lists the class of ``model``, or one that it derives from, and fits.
+
+    A model with another head, or without one, has the plan of its family; see ``_adapted``.
+    """
     names = {cls.__name__ for cls in type(model).__mro__}
-    listing = [plan for plan in shipped_plans() if names & set(plan.models)]
-    paths = [path for path, _ in model.named_modules()] + [n for n, _ in model.named_parameters()]
+    plans = shipped_plans()
     strange = []
-    for plan in listing:
-        patterns = [rule.pattern for rule in plan.rules if not rule.optional]
-        missing = [p.text for p in patterns if not any(map(p.matches, paths))]
-        if not missing:
-            return plan
-        strange.append(f"{plan.name}: it has no {', '.join(missing[:3])}")
+    for plan in plans:
+        if names & set(plan.models):
+            missing = _missing(plan, model)
+            if not missing:
+                return plan
+            strange.append(f"{plan.name}: it has no {', '.join(missing[:3])}")
+    # what the file that defines the model's class defines besides is of its family
+    home = vars(sys.modules.get(type(model).__module__, object))
+    family = (plan for plan in plans if any(name in home for name in plan.models))
+    adapted = next((a for plan in family if (a := _adapted(plan, model)) is not None), None)
+    if adapted is not None:
+        return adapted
     message = f"no shipped plan lists {type(model).__name__}"
     if strange:
         message = f"no shipped plan fits this {type(model).__name__} ({'; '.join(strange)})"
     raise PlanError([Diagnostic(message, hint="see 'tpplan list', or write a plan")])
+
+
+def _missing(plan: Plan, model: nn.Module) -> list[str]:
+    """The patterns of a plan that name nothing in a model."""
+    paths = _paths(model)
+    patterns = [rule.pattern for rule in plan.rules if not rule.optional]
+    return [p.text for p in patterns if not any(map(p.matches, paths))]
+
+
+def _paths(model: nn.Module) -> list[str]:
+    parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return [*(path for path, _ in model.named_modules()), *parameters]
+
+
+def _adapted(plan: Plan, model: nn.Module) -> Plan | None:
+    """A family's plan for one of its models: without the rules of a head that this one does not
+    have, and with its own head left whole. None where it is not the stack that the plan is for.
+
+    What others of the family hold under a name may be the model itself, or have another name.
+    """
+    first = next((r.pattern.text for r in plan.rules if "*" in r.pattern.text), "").split(".")[0]
+    names = [f"{first}.", "", *(f"{name}." for name, _ in model.named_children())]
+    for name in names if "*" not in first else names[:1]:
+        rules = _renamed(plan, f"{first}.", name, _paths(model))
+        if rules is not None:
+            break
+    else:
+        return None
+    _leave_whole(model, rules)
+    stated = {
+        "layers": None if plan.layers is None else plan.layers.text.replace(f"{first}.", name, 1),
+        "sequence_dim": plan.sequence_dim,
+        "sequence_parallel": plan.sequence_parallel,
+    }
+    keys = {key: value for key, value in stated.items() if value is not None}
+    title = f"{plan.name} for {type(model).__name__}"
+    return parse_mapping({"tpplan": 1, **keys, "rules": rules}, title)
+
+
+def _renamed(plan: Plan, old: str, new: str, paths: list[str]) -> dict[str, Any] | None:
+    """The rules that match with another name in front; None where one of the stack does not."""
+    rules: dict[str, Any] = {}
+    for rule in plan.rules:
+        text = rule.pattern.text
+        text = new + text.removeprefix(old) if text.startswith(old) else text
+        if any(map(Pattern(text).matches, paths)):
+            rules[text] = {"style": rule.style, **_plain(rule.options)}
+        elif "*" in text and not rule.optional:
+            return None
+    return rules
+
+
+def _leave_whole(model: nn.Module, rules: dict[str, Any]) -> None:
+    """Say ``replicate`` of modules with matrices of which no rule speaks, the outermost of them."""
+    patterns = [Pattern(text) for text in rules]
+    spoken = [path for path in _paths(model) if any(p.matches(path) for p in patterns)]
+    for path, module in model.named_modules():
+        around = any(f"{path}.".startswith(f"{other}.") for other in spoken)
+        inside = any(f"{other}.".startswith(f"{path}." if path else "") for other in spoken)
+        if not around and not inside and any(p.dim() > 1 for p in module.parameters()):
+            rules[path] = "replicate"
+            spoken.append(path)
+
+
+def _plain(value: Any) -> Any:
+    """An option's value as a plan file has it."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

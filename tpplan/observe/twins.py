@@ -85,8 +85,9 @@ def buffer_like(
     if not value.is_meta:
         copied = value.detach().cpu().clone()
         return copied.to(dtype) if copied.is_floating_point() else copied
-    if value.is_floating_point():
-        return torch.rand(value.shape, generator=generator, dtype=dtype)
+    if value.is_floating_point() or value.is_complex():
+        wide = value.dtype if value.is_complex() else dtype
+        return torch.rand(value.shape, generator=generator, dtype=wide)
     if value.dtype == torch.bool:
         return torch.ones(value.shape, dtype=torch.bool)
     last = value.shape[-1] if value.dim() else 1

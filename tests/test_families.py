@@ -1,0 +1,71 @@
+"""``plan="auto"`` for models with other heads than the shipped plans list: by their family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import tpplan
+from tests.rewrite import MODES
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 32}
+# class -> its config, and what is left whole
+MODELS: Mapping[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
+    "LlamaForSequenceClassification": ("Llama", {"num_key_value_heads": 2}, ("score",)),
+    "LlamaForQuestionAnswering": ("Llama", {}, ("qa_outputs",)),
+    "LlamaModel": ("Llama", {"num_key_value_heads": 1}, ()),
+    "Qwen3ForTokenClassification": ("Qwen3", {"head_dim": 8, "num_key_value_heads": 2}, ("score",)),
+    "BertForSequenceClassification": ("Bert", {}, ("classifier",)),
+    "BertForQuestionAnswering": ("Bert", {}, ("qa_outputs",)),
+    "RobertaForSequenceClassification": ("Roberta", {}, ("classifier",)),
+    "GPT2Model": ("GPT2", GPT2, ()),
+    "GPT2ForSequenceClassification": ("GPT2", GPT2, ("score",)),
+}
+
+
+def built(name: str) -> nn.Module:
+    family, own, _ = MODELS[name]
+    sizes = {"pad_token_id": 0} if family == "GPT2" else SIZES
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, name)(
+        getattr(transformers, f"{family}Config")(**{**sizes, **own})
+    )
+    return model
+
+
+@MODES
+@pytest.mark.parametrize("name", MODELS)
+def test_proved(name: str, sp: bool) -> None:
+    model = built(name)
+    compiled = tpplan.check(model, "auto", 2, sp)
+    assert compiled.plan.name.endswith(f".yaml for {name}")
+    whole = {path for path, plan in compiled.modules.items() if plan.style == "replicate"}
+    assert whole.issuperset(MODELS[name][2])
+    sharded = [p for p in compiled.parameters.values() if p.placement.is_shard() or p.rule is None]
+    assert sharded
+
+
+def test_another_stack_of_the_same_file() -> None:
+    class LlamaModel(nn.Module):
+        """Of no family, whatever it is called."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+    with pytest.raises(tpplan.PlanError, match="no shipped plan"):
+        tpplan.load_plan("auto", LlamaModel())
