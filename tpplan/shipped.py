@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpplan.language import Diagnostic, Pattern, Plan, PlanError, load, parse_mapping
+from tpplan.language.styles import WHOLE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,14 +132,14 @@ def _renamed(plan: Plan, old: str, new: str, paths: list[str]) -> dict[str, Any]
 
 
 def _leave_whole(model: nn.Module, rules: dict[str, Any]) -> None:
-    """Say ``replicate`` of modules with matrices of which no rule speaks, the outermost of them."""
+    """Leave whole the modules with matrices of which no rule speaks, the outermost of them."""
     patterns = [Pattern(text) for text in rules]
     spoken = [path for path in _paths(model) if any(p.matches(path) for p in patterns)]
     for path, module in model.named_modules():
         around = any(f"{path}.".startswith(f"{other}.") for other in spoken)
         inside = any(f"{other}.".startswith(f"{path}." if path else "") for other in spoken)
         if not around and not inside and any(p.dim() > 1 for p in module.parameters()):
-            rules[path] = "replicate"
+            rules[path] = WHOLE
             spoken.append(path)
 
 

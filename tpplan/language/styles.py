@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 VERSION = 1
 REMOVE = "remove"
+WHOLE = "replicate"
+"""The style of what is to be whole on every rank."""
 
 
 class Kind(enum.Enum):
