@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tpplan
 from tests.models import hf
 from tpplan.cli import main
 
@@ -100,6 +101,35 @@ def test_advise(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     advice = json.loads(file.read_text())
     assert (advice["version"], advice["modelled"]) == (1, True)
     assert [size["tp"] for size in advice["sizes"]] == [1, 2, 4]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version")[:2] == (0, f"tpplan {tpplan.__version__}\n")
+
+
+def test_defaults_and_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "dry-run", "--help")
+    assert code == 0
+    assert "(default: 2048)" in out
+    assert "(default: 1.0)" in out
+    assert "2 usage" in out
+
+
+def test_check_by_class_with_an_input(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"check auto --model {config} --tp 2 --input input_ids:int64[3,5]"
+    code, out, err = run(capsys, *line.split())
+    assert (code, err) == (0, "")
+    assert out.startswith("llama.yaml: fits this model")
+
+
+def test_diff_shows_the_second_beside_the_first(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text("tpplan: 1\nextends: llama.yaml\nrules:\n  model.norm: replicate\n")
+    line = f"diff llama.yaml {other} --model {config} --tp 2 --seq 16 --json -"
+    found = json.loads(run(capsys, *line.split())[1])
+    assert found["plans"] == ["llama.yaml", "other.yaml"]
 
 
 def test_diff(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

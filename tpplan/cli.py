@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tpplan.language import PlanError, suggest
 from tpplan.language.styles import KERNEL_CHOICES
 from tpplan.shipped import load_plan, shipped_plans
+from tpplan.version import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -56,20 +57,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE if isinstance(error, _UsageError | ValueError | OSError) else FAILED
 
 
+class _Defaults(argparse.HelpFormatter):
+    """Says what is taken where an option is left out, where that says something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says = isinstance(action.default, str | int | float) and action.default is not False
+        told = says and action.option_strings and action.default != argparse.SUPPRESS
+        return f"{action.help or ''} (default: %(default)s)".strip() if told else action.help
+
+
 class _UsageError(Exception):
     """The command was asked for something that does not exist."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tpplan", description="Compile a YAML sharding plan onto a PyTorch model."
+        prog="tpplan",
+        description="Compile a YAML sharding plan onto a PyTorch model.",
+        epilog="exit codes: 0 fine, 1 the plan or the check failed, 2 usage",
     )
+    parser.add_argument("--version", action="version", version=f"tpplan {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
 
     def command(
         name: str, run: Callable[[argparse.Namespace], int], help: str
     ) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help, description=help)
+        sub = commands.add_parser(
+            name, help=help, description=help, formatter_class=_Defaults, epilog=parser.epilog
+        )
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
         sub.set_defaults(run=run)
         return sub
@@ -91,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     advise.add_argument("--json", metavar="FILE", help="write it as JSON ('-': stdout)")
 
     diff = command("diff", _diff, "what another plan changes")
-    diff.add_argument("other", help="the other plan")
     _plan_and_model(diff, tp=None)
+    diff.add_argument("other", help="the plan that changes it")
     _how_trained(diff)
     diff.add_argument("--batch", type=_positive, default=1)
     diff.add_argument("--json", metavar="FILE", help="write it as JSON ('-': stdout)")
@@ -106,9 +121,11 @@ def _parser() -> argparse.ArgumentParser:
 
     check = command("check", _check, "what is wrong with a plan, on its own or for a model")
     _plan_and_model(check, model_required=False)
+    _example_inputs(check)
 
     explain = command("explain", _explain, "what becomes of one module, and why")
     _plan_and_model(explain)
+    _example_inputs(explain)
     explain.add_argument("path", help="of a module or a parameter")
 
     command("list", _list, "the shipped plans")
@@ -252,16 +269,17 @@ def _shown(result: Any, layout: Callable[[Any], Any], file: str | None) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    plan = load_plan(args.plan)
     if args.model is None:
+        plan = load_plan(args.plan)
         print(f"{plan.name}: fine, {len(plan.rules)} rules; give --model to check it against one")
         return FINE
     from tpplan.api import check
     from tpplan.models import build
 
-    compiled = check(build(args.model), plan, args.tp, args.sequence_parallel)
+    model, inputs = build(args.model), _inputs(args.input) or None
+    compiled = check(model, args.plan, args.tp, args.sequence_parallel, inputs=inputs)
     mode = "TP+SP" if compiled.sequence_parallel else "TP"
-    print(f"{plan.name}: fits this model at tp {args.tp}, {mode}")
+    print(f"{compiled.plan.name}: fits this model at tp {args.tp}, {mode}")
     return FINE
 
 
@@ -323,7 +341,8 @@ def _explain(args: argparse.Namespace) -> int:
     from tpplan.render import explain
 
     model = build(args.model)
-    compiled = compile_plan(model, load_plan(args.plan, model), args.tp, args.sequence_parallel)
+    plan, inputs = load_plan(args.plan, model), _inputs(args.input) or None
+    compiled = compile_plan(model, plan, args.tp, args.sequence_parallel, inputs=inputs)
     try:
         print(explain(model, compiled, args.path))
     except KeyError:

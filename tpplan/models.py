@@ -65,8 +65,12 @@ def _from_factory(source: str) -> nn.Module:
     try:
         with torch.device("meta"):
             model = factory()
-    except Exception as error:
-        raise ModelError(f"'{source}' failed: {type(error).__name__}: {error}") from error
+    except Exception as on_meta:
+        # code that computes with numbers while it builds
+        try:
+            model = factory()
+        except Exception as error:
+            raise ModelError(f"'{source}' failed: {type(error).__name__}: {error}") from on_meta
     if not isinstance(model, nn.Module):
         raise ModelError(f"'{source}' returned a {type(model).__name__}, not an nn.Module")
     return model

@@ -81,13 +81,17 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """A plan that was verified; the errors are the worst of the modes that were run."""
+    """A plan that was verified; the errors are the worst of the modes that were run.
+
+    ``tolerance``: that all of them are within.
+    """
 
     model: str
     plan: str
     tp: int
     checks: tuple[Check, ...]
     note: str | None = None
+    tolerance: float = 1e-5
 
     @property
     def output_error(self) -> float:
@@ -154,7 +158,7 @@ def verify(
     if sequence_parallel is None and not plan.sequence_parallel:
         modes = [False]
     checks = tuple(_check(reference, plan, tp, mode, processes, tolerance) for mode in modes)
-    return Verification(type(made).__name__, plan.name, tp, checks, note)
+    return Verification(type(made).__name__, plan.name, tp, checks, note, tolerance)
 
 
 def reference_of(model: nn.Module, inputs: Any, seed: int) -> Reference:
@@ -319,6 +323,7 @@ def describe(result: Verification) -> str:
             least = {k: n for k, n in check.floor.get(phase, {}).items() if n}
             if counted or least:
                 lines.append(f"       {phase}: {_listed(counted)}; floor {_listed(least)}")
+    lines.append(f"PASS: outputs and every gradient within {result.tolerance:g}")
     return "\n".join(lines)
 
 
