@@ -115,8 +115,9 @@ def document(rows: Sequence[Row], tp: int, command: str) -> str:
         markdown(rows),
         "What is above the least: nanoGPT computes its loss, on sharded logits: three small "
         "all-reduces. What needs the whole sequence behind the stack (a pooled or picked token, "
-        "a head that is replicated) gathers it once, a replicated module in the stack once for "
-        "each layer.",
+        "a replicated head) gathers it once, and once more where it is given out as well; a "
+        "replicated module in the stack gathers once in each layer. A head that is no module (the "
+        "tied torchtune) is not counted in the least, and takes what any head takes.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 import tpplan
+from benchmarks import outside as table
 from tests.compare import Errors, Findings, beyond, local, same, step
 from tests.models import randomize
 from tests.outside.models import MODELS, REFUSED, Outside
@@ -88,3 +90,18 @@ def test_refused(name: str) -> None:
     assert all(d.position is not None for d in raised.value.diagnostics)
     for n, p in model.named_parameters():
         assert p is before[n][0] and torch.equal(p, before[n][1])
+
+
+def test_table() -> None:
+    """What is printed of a model, and that the page that is kept has all of them."""
+    row = table.examine("torchtune", MODELS["torchtune"], 2)
+    assert row.cells[:-1] == ("torchtune", "own", "8", "50%", "6/6", "5/5", "11/11", "10/10")
+    page = Path(table.__file__).with_name("results") / "outside.md"
+    listed = [line.split(" | ")[0].removeprefix("| ") for line in page.read_text().splitlines()]
+    assert [name for name in listed if name in MODELS] == list(MODELS)
+
+
+def test_table_of_a_refusal() -> None:
+    name, refused = next(iter(REFUSED.items()))
+    row = table.examine(name, refused.outside, 2)
+    assert set(row.checks) == {"TP"} and refused.message in row.reason
