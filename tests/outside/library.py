@@ -1,0 +1,80 @@
+"""Models of transformers that no shipped plan lists: what a user adds to one, or writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+VOCAB = 131
+END = VOCAB - 1
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+BERT: dict[str, Any] = {
+    **_SIZES,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+LLAMA: dict[str, Any] = {
+    **_SIZES,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+}
+IMAGE = 16
+CLIP: dict[str, Any] = {
+    "text_config": {
+        **_SIZES,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 16,
+        "eos_token_id": END,
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+    },
+    "vision_config": {**_SIZES, "image_size": IMAGE, "patch_size": 4},
+    "projection_dim": 16,
+}
+
+LLAMA_CLASSIFIER_RULES = """
+lm_head: remove
+score: replicate
+"""
+CLASSIFIER_RULES = "classifier: replicate"
+TOKENS_RULES = "classifier: sequence_parallel"
+ANSWERS_RULES = "qa_outputs: replicate"
+CLIP_RULES = """
+"{text,vision}_model.encoder.layers.*.layer_norm{1,2}": sequence_parallel
+"{text,vision}_model.encoder.layers.*.self_attn.{q,k,v}_proj": colwise
+"{text,vision}_model.encoder.layers.*.self_attn.out_proj": rowwise
+"{text,vision}_model.encoder.layers.*.mlp.fc1": colwise
+"{text,vision}_model.encoder.layers.*.mlp.fc2": rowwise
+text_model.embeddings.token_embedding: vocab
+text_model.embeddings.position_embedding: sequence_parallel
+text_model.final_layer_norm: sequence_parallel
+vision_model.embeddings.{patch,position}_embedding: replicate
+"{text,visual}_projection": replicate
+"""
+
+
+def llama_classifier() -> Any:
+    """A class for each sequence, from its last token that is no padding."""
+    return transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**LLAMA, num_labels=3)
+    )
+
+
+def bert(task: str) -> Any:
+    """A BERT with the head of a task."""
+    config = transformers.BertConfig(**BERT, num_labels=2 if task == "QuestionAnswering" else 3)
+    return getattr(transformers, f"BertFor{task}")(config)
+
+
+def clip() -> Any:
+    """A text tower and a vision tower."""
+    return transformers.CLIPModel(transformers.CLIPConfig(**CLIP))
