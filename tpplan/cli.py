@@ -89,6 +89,15 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
+    _reports(command)
+    _checks(command)
+    return parser
+
+
+Command = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+
+
+def _reports(command: Command) -> None:
     dry_run = command("dry-run", _dry_run, "what a plan does to a model, without running it")
     _plan_and_model(dry_run, tp=None)
     _how_trained(dry_run)
@@ -112,6 +121,8 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--batch", type=_positive, default=1)
     diff.add_argument("--json", metavar="FILE", help="write it as JSON ('-': stdout)")
 
+
+def _checks(command: Command) -> None:
     verify = command("verify", _verify, "prove a plan: simulated ranks against the whole model")
     _plan_and_model(verify)
     real = "real gloo processes instead of simulated ranks"
@@ -131,7 +142,6 @@ def _parser() -> argparse.ArgumentParser:
     command("list", _list, "the shipped plans")
     show = command("show", _show, "a plan's text")
     show.add_argument("plan")
-    return parser
 
 
 def _plan_and_model(

@@ -47,13 +47,26 @@ def test_what_ranks_can_do_is_accepted(make: Any, sp: bool) -> None:
     tpplan.check(make(), PLAN, 2, sp, inputs=example())
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("most", range(2, 15))
+def test_code_that_asks_how_long_its_input_is(most: int, tp: int) -> None:
+    class Long(odd.MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (0.5 if x.size(1) > most else 1.0)
+
+    if 8 // tp > most:
+        pytest.skip("each rank has more than that of all lengths")
+    with pytest.raises(tpplan.PlanError, match="something else than whole"):
+        tpplan.check(odd.Stack(Long), PLAN, tp, True, inputs=example())
+
+
 def test_says_where_it_starts_and_when() -> None:
     make, _ = odd.WRONG["only in training"]
     with pytest.raises(tpplan.PlanError) as caught:
         tpplan.check(make(), PLAN, 2, False, inputs=example())
     (found,) = caught.value.diagnostics
     assert "the input of 'out' inside of layers.0" in found.message
-    assert "in training, at length 17" in found.message
+    assert "in training, at length 15" in found.message
 
 
 def test_draws_no_random_numbers_of_the_callers() -> None:

@@ -53,9 +53,13 @@ def resized(call: Call, dim: int, length: int, wanted: int) -> Call:
 
 
 def other_lengths(length: int, tp: int) -> list[int]:
-    """Lengths that ``tp`` does not divide, the first longer than ``length``."""
-    longer = 2 * length + 1 if length <= 32 else length + 1
-    return [n for n in (longer, longer + 1, length - 1, length - 2) if n > 0 and n % tp]
+    """Lengths that ``tp`` does not divide, the first longer than ``length``.
+
+    Code that asks how long its input is shows where a rank has no more than it asks for, and the
+    whole has: what it asks for between a rank's part of the one and the other length is found.
+    """
+    longer = max(2 * length - 1, length + 2) if length <= 32 else length + 1
+    return [n for n in (longer, longer - 1, length - 1, length - 2) if n > 0 and n % tp]
 
 
 def loud(call: Call, factor: float) -> Call:
