@@ -15,8 +15,8 @@ PACKAGE = ROOT / "tpplan"
 ROOMS = ("planner", "proof", "rewrite", "styles", "roles", "layout.py", "shipped.py")
 # what says what to do needs no page: the place of the hint among a call's arguments, ...
 _HINTS = {"Diagnostic": 2, "say": 2, "about": 3, "by_rule": 1, "_say": 3, "_about": 2}
-# ... functions and classes that make hints, and those that name collectives for reports
-_OTHERWISE = {"nearly", "_for_mixture", "_Cure", "looks_packed", "reasons", "explain", "describe"}
+# ... functions and classes elsewhere that make hints, and those that name collectives for reports
+_OTHERWISE = {"nearly", "_Cure", "looks_packed", "reasons"}
 _WORDS, _ENOUGH = 3, 10
 
 
@@ -90,14 +90,28 @@ def plain(text: str) -> str:
 
 
 def _hints(tree: ast.AST) -> Iterator[int]:
+    """The strings of hints, of the variables in them, and of the functions that make them."""
+    given: list[ast.expr] = []
     for node in ast.walk(tree):
-        found: list[ast.expr] = []
-        if isinstance(node, ast.Assign) and any("hint" in ast.unparse(t) for t in node.targets):
-            found = [node.value]
         if isinstance(node, ast.keyword) and node.arg == "hint":
-            found = [node.value]
+            given.append(node.value)
         if isinstance(node, ast.Call):
             place = _HINTS.get(ast.unparse(node.func).rpartition(".")[2])
-            found = [] if place is None else node.args[place : place + 1]
-        for value in found:
-            yield from (id(inner) for inner in ast.walk(value))
+            given += [] if place is None else node.args[place : place + 1]
+    inner = [name.id for value in given for name in ast.walk(value) if isinstance(name, ast.Name)]
+    names = {"hint", *inner} - {"message", "said"}
+    makers = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name in names]
+    for value in (*given, *makers, *_assigned(tree, names)):
+        yield from (id(part) for part in ast.walk(value))
+
+
+def _assigned(tree: ast.AST, names: set[str]) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            # several in one statement are told apart
+            pairs = [(target, node.value) for target in targets]
+            for target, value in list(pairs):
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                    pairs += zip(target.elts, value.elts, strict=False)
+            yield from (v for t, v in pairs if isinstance(t, ast.Name) and t.id in names)

@@ -33,7 +33,6 @@ EXEMPT: Mapping[str, tuple[str, ...]] = {
         "input of the table, as a head",
         "gradient of the logits",
     ),
-    "a part of a help": ("turn sequence_parallel off",),
     "a part of any message: the model or one of its tensors by name": (
         "the model itself",
         "the input of",
