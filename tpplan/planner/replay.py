@@ -29,7 +29,7 @@ from tpplan.places import taken, with_at
 from tpplan.planner.attributes import assign
 from tpplan.planner.match import folded
 from tpplan.planner.stand_in import stand_in
-from tpplan.roles.heads import heads_of, own_heads
+from tpplan.roles.heads import heads_of, keep_own, own_heads
 from tpplan.roles.narrow import narrowed, whole_of
 from tpplan.roles.sequence import replaced
 from tpplan.styles import named
@@ -200,6 +200,9 @@ class _Replay:
         for path, plan in self.plans.items():
             for name, (_, local) in plan.attributes.items():
                 before.append(assign(self.model.get_submodule(path), name, local))
+            for name, (dim, heads) in plan.cut.items():
+                module = self.model.get_submodule(path)
+                before.append(keep_own(module, name, dim, heads, rank, self.tp))
         try:
             yield
         finally:

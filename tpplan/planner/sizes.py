@@ -29,6 +29,7 @@ class Sizes:
         layouts: the rows of each rank, of layers that are not simply cut evenly.
         geometry: the heads.
         attributes: module path -> attribute -> (present value, value per rank).
+        cut: module path -> tensor of its own -> the dimension of its heads, and how many.
         head_inputs: module path -> arguments of which each rank takes its heads.
     """
 
@@ -44,6 +45,7 @@ class Sizes:
         self.transposed: set[str] = set()
         self.layouts: dict[str, Rows] = {}
         self.attributes: dict[str, dict[str, tuple[int, int]]] = {}
+        self.cut: dict[str, dict[str, tuple[int, int]]] = {}
         self.head_inputs: dict[str, tuple[tuple[Argument, int], ...]] = {}
 
     def orient(self, trace: Trace) -> None:
