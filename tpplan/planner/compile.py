@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from tpplan.compat import FakeTensorMode
+from tpplan.compat import NEEDS_NUMBERS, FakeTensorMode
 from tpplan.compiled import (
     CompiledPlan,
 )
@@ -17,9 +17,9 @@ from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.probe import probe_modules
-from tpplan.observe.shadow import call_for, shadow_of
+from tpplan.observe.shadow import call_for, computing_shadow_of, shadow_of
 from tpplan.observe.tables import read_by_others
-from tpplan.observe.trace import Trace, record
+from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.twins import DROPOUT, same_randomness
 from tpplan.planner import checks, infer
 from tpplan.planner.causes import Causes, led
@@ -158,10 +158,14 @@ class _Compiler(Outcome):
     def observe(self, call: tuple[Any, Any]) -> Trace:
         """Trace the model in evaluation; the trace in training is returned."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        shadow = shadow_of(self.model, mode)
         with no_fakes_kept():
-            self.trace = self.run(shadow.eval(), mode, call)
-            drawing = self.run(shadow.train(), mode, call)
+            try:
+                drawing = self.trace_both(shadow_of(self.model, mode), mode, call)
+            except NEEDS_NUMBERS as error:
+                computing = computing_shadow_of(self.model)
+                if computing is None:
+                    raise self.cannot_run(error) from error
+                drawing = self.trace_both(computing, Numbers(), call)
         tied = {
             name.rpartition(".")[0]
             for names in self.placing.names.values()
@@ -180,16 +184,26 @@ class _Compiler(Outcome):
         except PlanError as error:
             self.complaints.wrong.extend(error.diagnostics)
 
-    def run(self, shadow: nn.Module, mode: FakeTensorMode, call: tuple[Any, Any]) -> Trace:
+    def trace_both(
+        self, shadow: nn.Module, mode: FakeTensorMode | Numbers, call: tuple[Any, Any]
+    ) -> Trace:
+        """Trace in evaluation, and in training, which is returned.
+
+        Raises:
+            one of ``NEEDS_NUMBERS``: where the model's code hangs on numbers that are not there.
+        """
         try:
-            return record(shadow, mode, *call)
-        except PlanError:
+            self.trace = record(shadow.eval(), mode, *call)
+            return record(shadow.train(), mode, *call)
+        except (PlanError, *NEEDS_NUMBERS):
             raise
         except Exception as error:
-            message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
-            hint = "give inputs= with which the model's forward can be called"
-            position = self.plan.rules[0].position
-            raise PlanError([Diagnostic(message, position, hint)]) from error
+            raise self.cannot_run(error) from error
+
+    def cannot_run(self, error: Exception) -> PlanError:
+        message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
+        hint = "give inputs= with which the model's forward can be called"
+        return PlanError([Diagnostic(message, self.plan.rules[0].position, hint)])
 
     def check_flow(self) -> None:
         """What the flow of tensors shows; what follows from one mistake is said under it."""
