@@ -13,7 +13,7 @@ from tpplan.compat import FakeTensorMode
 from tpplan.compiled import (
     CompiledPlan,
 )
-from tpplan.language import Diagnostic, Plan, PlanError
+from tpplan.language import Diagnostic, Plan, PlanError, Position
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.probe import probe_modules
@@ -21,7 +21,7 @@ from tpplan.observe.shadow import call_for, shadow_of
 from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Trace, record
 from tpplan.observe.twins import DROPOUT, same_randomness
-from tpplan.planner import checks, infer
+from tpplan.planner import checks, infer, stacks
 from tpplan.planner.causes import Causes, led
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.kernels import implementations
@@ -30,6 +30,7 @@ from tpplan.planner.outcome import Outcome
 from tpplan.planner.placing import Placing
 from tpplan.planner.regions import Regions
 from tpplan.planner.sizes import Sizes
+from tpplan.planner.stops import WITHOUT_NUMBERS, Stop, kind_of, place_of, stopped_at
 from tpplan.planner.together import reduced_together
 from tpplan.planner.walk import Walk
 from tpplan.styles import named
@@ -188,14 +189,17 @@ class _Compiler(Outcome):
         except Exception as error:
             message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
             hint = "give inputs= with which the model's forward can be called"
-            position = self.plan.rules[0].position
-            raise PlanError([Diagnostic(message, position, hint)]) from error
+            if kind_of(error) is Stop.NUMBERS:
+                hint = WITHOUT_NUMBERS
+            position, place = self.plan.rules[0].position, stopped_at(place_of(error))
+            raise PlanError([Diagnostic(message, position, hint, place)]) from error
 
     def check_flow(self) -> None:
         """What the flow of tensors shows; what follows from one mistake is said under it."""
         said = len(self.complaints.wrong)
         self.check_stack()
-        checks.check_flow(self.flow, self.sequence_parallel, self.complaints)
+        stacked = len(self.complaints.wrong) == said  # without a stack the stream is nowhere
+        checks.check_flow(self.flow, self.sequence_parallel and stacked, self.complaints)
         self.check_torn()
         given = (self.model, self.trace, self.matches.modules, self.styles, self.elements)
         cause = Causes(*given).of(self.flow)
@@ -209,12 +213,9 @@ class _Compiler(Outcome):
         if self.elements:
             return
         if self.plan.layers is not None:
-            message = f"layers: '{self.plan.layers.text}' names no module that was called"
-            self.complaints.say(message, self.plan.layers_position)
-        elif self.sequence_parallel and self.multihead.union(self.of("sums")):
-            message = "no layer stack was found for the sequence-sharded stream"
-            hint = "name it with 'layers:', or turn sequence_parallel off"
-            self.complaints.about(None, [""], message, hint)
+            stacks.say_unused(self.plan, self.model, self.trace, self.complaints)
+        elif self.sequence_parallel and (rows := self.multihead.union(self.of("sums"))):
+            stacks.say_none_found(sorted(rows), self.trace, self.complaints)
 
     def check_rows(self) -> None:
         """What runs on a part of the sequence must do the same to it as among the rest."""
@@ -242,9 +243,12 @@ class _Compiler(Outcome):
             and not met.isdisjoint(names)
         }
         message = "is used outside a sharded region, where each rank has only its part of it"
+        by_rule: dict[Position, list[str]] = {}
         for name, rule in cut.items() if self.tp > 1 else ():
-            hint = f"make it {REPLICATE.name}"
-            self.complaints.about(rule, [name], f"{rule.style}: {message}", hint)
+            by_rule.setdefault(rule.position, []).append(name)
+        for found in by_rule.values():
+            rule, hint = cut[found[0]], f"make it {REPLICATE.name}"
+            self.complaints.about(rule, found, f"{rule.style}: {message}", hint)
 
     def check_torn(self) -> None:
         torn = [name for name in self.trace.parameters.values() if self.torn(name)]

@@ -11,6 +11,7 @@ from tpplan.language import Diagnostic, Expression, ExpressionError, Position, R
 from tpplan.layout import MisfitError, Part, Rows, rows_of
 from tpplan.planner.attributes import attribute, integers
 from tpplan.planner.match import fold
+from tpplan.planner.parts import with_parts
 from tpplan.styles import named
 
 _QUERIES = frozenset({"q", "query", "queries"})
@@ -54,6 +55,7 @@ class Geometry:
         wrong: list[Diagnostic],
     ) -> None:
         self.model, self.rules = model, rules
+        self.views = seen
         self.seen = {path: [self._view(path, dims) for dims in seen[path]] for path in seen}
         self.transposed, self.wrong = transposed, wrong
         self.groups: dict[str, Heads] = {}
@@ -204,6 +206,10 @@ class Geometry:
         each = total // tp
         even = all(rows.pieces[r] == ((r * each, (r + 1) * each),) for r in range(tp))
         return None if even and total % tp == 0 else rows
+
+    def parts_seen(self, path: str) -> tuple[int, ...]:
+        """The view that seems to have parts in front of heads, where a layer's rule names none."""
+        return () if "packed" in self.rules[path].options else with_parts(self.views.get(path, ()))
 
     def fitting(self, path: str) -> str:
         """The values of tp that fit a layer, for messages."""

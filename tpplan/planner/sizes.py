@@ -16,6 +16,7 @@ from tpplan.planner import infer
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import fold
+from tpplan.planner.parts import packed_heads
 from tpplan.styles import named
 from tpplan.styles.style import Misfits
 
@@ -84,8 +85,12 @@ class Sizes:
             try:
                 named(rule.style).lay_out(self, path, rule, misfits)
             except MisfitError as error:
-                fit = self.geometry.fitting(path)
-                misfits.setdefault(fit, {})[path] = f"{rule.style}: {error}"
+                fit, view = self.geometry.fitting(path), self.geometry.parts_seen(path)
+                said = f"{rule.style}: {error}"
+                if view:
+                    said += f", but viewed as {view} it looks like {view[0]} parts side by side"
+                    fit = f"{fit}; if they are parts, say so with {packed_heads(view[0])}"
+                misfits.setdefault(fit, {})[path] = said
         for fit, found in misfits.items():
             self.complaints.by_rule(found, f"tp may be {fit}")
         for path, stated in self.geometry.attributes(self.tp).items():

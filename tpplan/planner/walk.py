@@ -166,6 +166,13 @@ class Walk:
         outputs = tuple(dict.fromkeys((*known.outputs, *made)))
         self.flow.detours[call.path] = replace(known, outputs=outputs)
 
+    def takes_rows(self, call: Call, given: int | None) -> None:
+        """Outside the elements, the call is given a tensor with rows of the sequence."""
+        shape = () if given is None else self.trace.shapes[given]
+        outside = given not in self.region and self.element_of(call) is None
+        if given is not None and outside and len(shape) <= self.dim + 1:
+            self.flow.rowless[call.path] = shape
+
     def gives_whole(self, call: Call) -> None:
         """Nothing of a region leaves the call."""
         self.region.difference_update(call.outputs)
@@ -373,3 +380,8 @@ class Walk:
             whole = number in self.trace.floating and number not in self.stream
             if whole and self.trace.shapes[number]:
                 self.flow.mixed.setdefault(around[0].path, self.maker.get(number, ""))
+                for given in data:
+                    path = self.maker.get(given, "") if given in self.stream else ""
+                    apart = not any(path.startswith(f"{e}.") for e in self.elements)
+                    if self.styles.get(path, NONE).rows and apart:
+                        self.flow.giving.setdefault(around[0].path, path)
