@@ -16,7 +16,17 @@ from tpplan.language import Position
 _OURS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _INSTALLED = {"site-packages", "dist-packages"}
-_SIZES = ("shape", "size", "split", "unflatten", "dimension", "must match", "multiply", "view")
+_SIZES = (
+    "shape",
+    "size",
+    "split",
+    "unpack",
+    "unflatten",
+    "dimension",
+    "must match",
+    "multiply",
+    "view",
+)
 _ENTRIES = ("index out of range in self", "out of bounds")
 WITHOUT_NUMBERS = (
     "code that asks for the numbers in a tensor cannot be traced: give inputs= that do without it"

@@ -108,15 +108,16 @@ class _Cure:
         numbers = list(named_in_code(module))
         line = "" if self.failure.place is None else self.failure.place.text
         told = dict.fromkeys((*numbers, *integers(vars(module))))
-        spoken = [name for name in told if re.search(rf"\.{name}\b", line)] or numbers
+        spoken = [name for name in told if re.search(rf"\.{name}\b", line)]
         where = f"'attributes' of the {ATTENTION.name} style"
-        if not spoken:
-            return (
-                "a number written in this code counts all columns: let it read that from an "
-                f"attribute, which {where} makes a rank's own"
-            )
-        names = ", ".join(spoken[:_SHOWN])
-        return f"make the number that counts all columns here a rank's own, in {where}: {names}"
+        if spoken:
+            names = ", ".join(spoken[:_SHOWN])
+            return f"make the number that counts all columns here a rank's own, in {where}: {names}"
+        has = f" (the module has {', '.join(numbers[:_SHOWN])})" if numbers else ""
+        return (
+            f"a number here counts all columns: read it from an attribute{has}, which {where} "
+            "makes a rank's own"
+        )
 
     def _columns(self) -> str:
         if not self.failure.message.startswith("its input"):
