@@ -21,20 +21,23 @@ UNMENTIONED_SHARE = 0.01
 
 def check_modules(model: nn.Module, tp: int, complaints: Complaints) -> None:
     """Styles against the modules they sit on."""
-    refused = {}
+    refused, hidden = {}, {}
     for path, rule in complaints.matches.modules.items():
         module = model.get_submodule(path)
         complaint = named(rule.style).complaint(module, tp)
         if complaint is not None:
             refused[path] = f"{rule.style}: {complaint}"
         elif "forward" in vars(module):
-            refused[path] = "its forward was replaced on the instance, which would hide the plan's"
-    complaints.by_rule(refused)
+            hidden[path] = "its forward was replaced on the instance, which would hide the plan's"
+    other = f"give it another style, or modules inside of it this one; {REPLICATE.name} suits all"
+    complaints.by_rule(refused, other)
+    complaints.by_rule(hidden, "define it on the class")
     for rule in complaints.matches.parameters.values():
         if named(rule.style).bare is None:
             known = ", ".join(f"'{style}'" for style in those_with("bare"))
             message = f"a bare parameter can be one of {known}, not '{rule.style}'"
-            complaints.say(message, rule.position)
+            hint = f"{COLWISE.name} cuts its first dimension, {REPLICATE.name} leaves it whole"
+            complaints.say(message, rule.position, hint)
     if any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters()):
         message = "the model already holds DTensor parameters"
         complaints.say(message, hint="parallelize a model once, and before FSDP")

@@ -229,7 +229,8 @@ class _Compiler(Outcome):
                 failing[path] += f": {finding.fails}"
             elif finding.mixes:
                 mixing[path] = f"{name}: its result at one position depends on other positions"
-        self.complaints.by_rule(mixing | failing)
+        whole = f"{{style: {REPLICATE.name}, input: gather}}"
+        self.complaints.by_rule(mixing | failing, f"make it {whole}, to run it on all positions")
 
     def check_bare(self) -> None:
         """A parameter that is cut by a rule of its own is used in sharded regions only."""
@@ -254,7 +255,8 @@ class _Compiler(Outcome):
         torn = [name for name in self.trace.parameters.values() if self.torn(name)]
         if torn:
             message = "is used both inside and outside a sharded region: its gradient is ambiguous"
-            self.complaints.about(None, torn, message)
+            hint = f"let its module be used on one side, or make that region {REPLICATE.name}"
+            self.complaints.about(None, torn, message, hint)
 
 
 def _dropouts(model: nn.Module) -> set[str]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from tpplan.language import Diagnostic, Expression, ExpressionError, Position, Rule
 from tpplan.layout import MisfitError, Part, Rows, rows_of
-from tpplan.planner.attributes import attribute, integers
+from tpplan.planner.attributes import attribute, integers, named_in_code
 from tpplan.planner.match import fold
 from tpplan.planner.parts import with_parts
 from tpplan.styles import named
@@ -239,7 +239,9 @@ class Geometry:
             for name, text in expressions.items():
                 present = attribute(self.model.get_submodule(path), name)
                 if not isinstance(present, int):
-                    self._say(path, f"has no integer attribute '{name}'", where)
+                    has = ", ".join(named_in_code(self.model.get_submodule(path)))
+                    hint = f"its code reads: {has or 'none'}"
+                    self._say(path, f"has no integer attribute '{name}'", where, hint)
                     continue
                 try:
                     expression = Expression(str(text))
