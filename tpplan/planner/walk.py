@@ -167,11 +167,12 @@ class Walk:
         self.flow.detours[call.path] = replace(known, outputs=outputs)
 
     def takes_rows(self, call: Call, given: int | None) -> None:
-        """Outside the elements, the call is given a tensor with rows of the sequence."""
-        shape = () if given is None else self.trace.shapes[given]
-        outside = given not in self.region and self.element_of(call) is None
-        if given is not None and outside and len(shape) <= self.dim + 1:
-            self.flow.rowless[call.path] = shape
+        """Outside the elements, what the call works on has rows of the sequence."""
+        if given is None or given in self.region or self.element_of(call) is not None:
+            return
+        shapes = [self.trace.shapes[n] for n in (given, *call.outputs)]
+        if given in self.trained and all(len(shape) <= self.dim + 1 for shape in shapes):
+            self.flow.rowless[call.path] = shapes[0]
 
     def gives_whole(self, call: Call) -> None:
         """Nothing of a region leaves the call."""
