@@ -4,7 +4,6 @@ Written against torch 2.13 and meant to work on 2.12 to 2.15: what a release mov
 mended here and nowhere else.
 """
 
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -47,6 +46,3 @@ from tpplan.compat.tensors import spec_of as spec_of
 from tpplan.compat.tensors import unflattened as unflattened
 from tpplan.compat.worlds import fake_world as fake_world
 from tpplan.compat.worlds import simulate as simulate
-
-NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
-"""What code raises on fake tensors that hangs on the numbers in them, or makes as many of some."""

@@ -66,7 +66,7 @@ class Regions:
             settled.add(folded(region))
             failure = self._settle(region, failure, calls)
         if failure is not None:
-            say_unproved(failure, found.sizes.columns, found.trace, found.tp, found.complaints)
+            say_unproved(failure, found)
 
     def _failure(self, calls: Sequence[Call]) -> Failure | None:
         found = self.found
