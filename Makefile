@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test thorough coverage zoo random faults check aot bench resolve clean
+.PHONY: demo test thorough coverage zoo random faults check docs aot bench resolve clean
 
 demo: $(READY)
 	$(BIN)/tpplan dry-run llama.yaml --model benchmarks/configs/llama-3.1-8b.json --tp 8 --batch 1 --seq 8192
@@ -49,6 +49,10 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# the pages of docs/ as a site, in site/
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
+
 # what the kernels become on GPUs that are not here, of either Triton
 aot: export TRITON_CACHE_DIR := $(abspath $(VENV))/triton-cache
 aot: $(READY) $(TRITON)
@@ -82,4 +86,4 @@ $(TRITON): | $(READY)
 	mv $@.new $@
 
 clean:
-	rm -rf $(VENV) .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis

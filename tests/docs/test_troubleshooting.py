@@ -1,0 +1,68 @@
+"""docs/troubleshooting.md has what may be said, and nothing that is not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import pytest
+
+from tests.docs.pages import page
+from tests.docs.said import ROOMS, messages, plain
+
+PAGE = " ".join(page("troubleshooting.md").replace("`", "").split())
+HEADINGS = [line for line in page("troubleshooting.md").splitlines() if line.startswith("### ")]
+# beside those whose messages must be on the page, those whose messages may be
+OTHERS = ("observe", "comm", "simulate", "api.py")
+
+# strings that are no messages, by what they are for
+EXEMPT: Mapping[str, tuple[str, ...]] = {
+    "reports and tpplan explain": (
+        "by its own forward",
+        "the kernel's numbers are not the module's",
+        "its width is sharded",
+        "input gradient of",
+    ),
+    "what collectives are for, in reports": (
+        "inputs of the ranks, compared",
+        "sum of the gradients of replicated parameters",
+        "gradient of what is given for all heads",
+        "largest logit of each token",
+        "sum of the exponentials",
+        "logit of the target",
+        "input of the table, as a head",
+        "gradient of the logits",
+    ),
+    "a part of any message: the model or one of its tensors by name": (
+        "the model itself",
+        "the input of",
+        "the gradient of",
+    ),
+}
+DEMANDED = {
+    said.words: said
+    for said in messages()
+    if said.is_prose and not any(said.words in group for group in EXEMPT.values())
+}
+
+
+@pytest.mark.parametrize("words", DEMANDED)
+def test_every_message_is_on_the_page(words: str) -> None:
+    """By its longest constant part; what is no message is to be added to EXEMPT."""
+    said = DEMANDED[words]
+    assert words in PAGE, f"tpplan/{said.file}:{said.line}"
+
+
+def test_there_are_many() -> None:
+    """The source is read as it is meant."""
+    assert len(DEMANDED) > 80
+    assert {file.partition("/")[0] for file in (s.file for s in DEMANDED.values())} == set(ROOMS)
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_every_entry_is_said(heading: str) -> None:
+    """The longest constant part of each of its messages is in the source."""
+    source = {part for said in messages(ROOMS + OTHERS) for part in said.parts}
+    for message in re.findall(r"`([^`]+)`", heading):
+        words = max((plain(part) for part in message.split("…")), key=len)
+        assert any(words in part for part in source), words
