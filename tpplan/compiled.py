@@ -152,6 +152,7 @@ class ModulePlan:
         read: whether other modules' code computes with its parameters (a vocabulary's table, say).
         widened: whether it projects what its region's code is shown a part of.
         attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
+        cut: tensors of which each rank has its heads (caches): name -> (dimension, heads).
         options: the rule's remaining options.
     """
 
@@ -176,6 +177,7 @@ class ModulePlan:
     read: bool = False
     widened: bool = False
     attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
+    cut: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
     options: Mapping[str, object] = field(default_factory=FrozenMap)
     kernel: KernelChoice | None = None
 

@@ -57,9 +57,14 @@ class Transformer(nn.Module):
         self.causal_mask: Tensor | None = None
         self.max_seq_length = -1
 
-    def setup_caches(self, max_seq_length: int) -> Transformer:
-        """The tables of positions and of what is masked, without which it does not run."""
+    def setup_caches(self, max_seq_length: int, max_batch_size: int | None = None) -> Transformer:
+        """The tables of positions and of what is masked, without which it does not run; with a
+        batch size, caches as well."""
         self.max_seq_length = find_multiple(max_seq_length, 8)
+        if max_batch_size is not None:
+            shape = (max_batch_size, self.config.n_local_heads, self.max_seq_length)
+            for b in self.layers:
+                b.attention.kv_cache = KVCache((*shape, self.config.head_dim))
         config, size = self.config, self.max_seq_length
         self.freqs_cis = precompute_freqs_cis(config.block_size, config.head_dim, config.rope_base)
         self.causal_mask = torch.tril(torch.ones(size, size, dtype=torch.bool))
@@ -69,13 +74,31 @@ class Transformer(nn.Module):
         assert self.freqs_cis is not None, "Caches must be initialized first"
         if input_pos is None:
             input_pos = torch.arange(idx.shape[1], device=idx.device)
-        mask = self.causal_mask[None, None, input_pos, : idx.shape[1]]
+        mask = self.causal_mask[None, None, input_pos]
+        if self.layers[0].attention.kv_cache is None:
+            mask = mask[..., : idx.shape[1]]
         freqs_cis = self.freqs_cis[input_pos]
         x = self.tok_embeddings(idx)
         for layer in self.layers:
             x = layer(x, input_pos, freqs_cis, mask)
         x = self.norm(x)
         return self.output(x)
+
+
+class KVCache(nn.Module):
+    """Keys and values (batch, heads, positions, columns) of all positions so far."""
+
+    def __init__(self, cache_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("k_cache", torch.zeros(cache_shape))
+        self.register_buffer("v_cache", torch.zeros(cache_shape))
+
+    def update(self, input_pos: Tensor, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
+        k_out = self.k_cache
+        v_out = self.v_cache
+        k_out[:, :, input_pos] = k_val
+        v_out[:, :, input_pos] = v_val
+        return k_out, v_out
 
 
 class TransformerBlock(nn.Module):
@@ -102,6 +125,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.n_local_heads = config.n_local_heads
         self.dim = config.dim
+        self.kv_cache: KVCache | None = None
 
     def forward(
         self, x: Tensor, freqs_cis: Tensor, mask: Tensor, input_pos: Tensor | None = None
@@ -115,6 +139,8 @@ class Attention(nn.Module):
         q = apply_rotary_emb(q, freqs_cis)
         k = apply_rotary_emb(k, freqs_cis)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if self.kv_cache is not None:
+            k, v = self.kv_cache.update(input_pos, k, v)
         k = k.repeat_interleave(self.n_head // self.n_local_heads, dim=1)
         v = v.repeat_interleave(self.n_head // self.n_local_heads, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0)

@@ -60,6 +60,36 @@ text_model.final_layer_norm: sequence_parallel
 vision_model.embeddings.{patch,position}_embedding: replicate
 "{text,visual}_projection": replicate
 """
+LLAVA_RULES = """
+model.language_model.embed_tokens: {style: vocab, output: gather}
+model.language_model.layers.*.{input,post_attention}_layernorm: sequence_parallel
+model.language_model.layers.*.self_attn.{q,k,v}_proj: colwise
+model.language_model.layers.*.self_attn.o_proj: rowwise
+model.language_model.layers.*.mlp.{gate,up}_proj: colwise
+model.language_model.layers.*.mlp.down_proj: rowwise
+model.language_model.norm: sequence_parallel
+lm_head: vocab
+"**.encoder.layers.*.layer_norm{1,2}": sequence_parallel
+"**.encoder.layers.*.self_attn.{q,k,v}_proj": colwise
+"**.encoder.layers.*.self_attn.out_proj": rowwise
+"**.encoder.layers.*.mlp.fc1": colwise
+"**.encoder.layers.*.mlp.fc2": rowwise
+"**.{patch,position}_embedding": replicate
+model.multi_modal_projector: replicate
+"""
+IMAGE_TOKEN, IMAGE_LENGTH = VOCAB - 2, 4
+
+
+def llava() -> Any:
+    """Images, each in the place of four tokens; its code counts them."""
+    vision = {**_SIZES, "num_hidden_layers": 3, "image_size": IMAGE, "patch_size": 8}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**vision),
+        text_config=transformers.LlamaConfig(**LLAMA),
+        image_token_index=IMAGE_TOKEN,
+        image_seq_length=IMAGE_LENGTH,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
 
 
 def llama_classifier() -> Any:

@@ -32,6 +32,8 @@ class ModelArgs:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     max_seq_len: int = 32
+    max_batch_size: int = 2
+    cache: str | None = None  # where it is: "buffer" or "attribute"
 
 
 class RMSNorm(torch.nn.Module):
@@ -99,9 +101,17 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, self.n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, self.n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * self.head_dim, args.dim, bias=False)
+        self.cached = args.cache is not None
+        shape = (args.max_batch_size, args.max_seq_len, self.n_local_kv_heads, self.head_dim)
+        if args.cache == "buffer":
+            self.register_buffer("cache_k", torch.zeros(shape), persistent=False)
+            self.register_buffer("cache_v", torch.zeros(shape), persistent=False)
+        elif args.cache == "attribute":
+            self.cache_k = torch.zeros(shape)
+            self.cache_v = torch.zeros(shape)
 
     def forward(
-        self, x: torch.Tensor, freqs_cis: torch.Tensor, mask: torch.Tensor | None
+        self, x: torch.Tensor, start_pos: int, freqs_cis: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         bsz, seqlen, _ = x.shape
         xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
@@ -109,6 +119,13 @@ class Attention(nn.Module):
         xk = xk.view(bsz, seqlen, self.n_local_kv_heads, self.head_dim)
         xv = xv.view(bsz, seqlen, self.n_local_kv_heads, self.head_dim)
         xq, xk = apply_rotary_emb(xq, xk, freqs_cis=freqs_cis)
+        if self.cached:
+            self.cache_k = self.cache_k.to(xq)
+            self.cache_v = self.cache_v.to(xq)
+            self.cache_k[:bsz, start_pos : start_pos + seqlen] = xk
+            self.cache_v[:bsz, start_pos : start_pos + seqlen] = xv
+            xk = self.cache_k[:bsz, : start_pos + seqlen]
+            xv = self.cache_v[:bsz, : start_pos + seqlen]
         keys = repeat_kv(xk, self.n_rep)
         values = repeat_kv(xv, self.n_rep)
         xq = xq.transpose(1, 2)
@@ -149,9 +166,9 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
 
     def forward(
-        self, x: torch.Tensor, freqs_cis: torch.Tensor, mask: torch.Tensor | None
+        self, x: torch.Tensor, start_pos: int, freqs_cis: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        h = x + self.attention(self.attention_norm(x), freqs_cis, mask)
+        h = x + self.attention(self.attention_norm(x), start_pos, freqs_cis, mask)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
@@ -181,6 +198,6 @@ class Transformer(nn.Module):
             mask = torch.full((seqlen, seqlen), float("-inf"), device=tokens.device)
             mask = torch.triu(mask, diagonal=1).type_as(h)
         for layer in self.layers:
-            h = layer(h, freqs_cis, mask)
+            h = layer(h, start_pos, freqs_cis, mask)
         h = self.norm(h)
         return self.output(h).float()

@@ -114,6 +114,12 @@ def _captioned(batch: int, length: int, seed: int) -> Call:
     return {"input_ids": ids, "pixel_values": images_of(batch, seed)}
 
 
+def _illustrated(batch: int, length: int, seed: int) -> Call:
+    ids = ids_of(batch, length, seed).clamp(max=library.IMAGE_TOKEN - 1)
+    ids[:, 1 : 1 + library.IMAGE_LENGTH] = library.IMAGE_TOKEN
+    return {"input_ids": ids, "pixel_values": images_of(batch, seed)}
+
+
 _TUNE = _named("tokens")
 _IDS = _named("ids")
 
@@ -161,6 +167,7 @@ MODELS: Mapping[str, Outside] = {
         _sentence_encoder, plan_of(sentence.POOLED_RULES, layers=sentence.LAYERS), _sentences
     ),
     "CLIPModel": Outside(library.clip, plan_of(library.CLIP_RULES), _captioned),
+    "Llava, with images": Outside(library.llava, plan_of(library.LLAVA_RULES), _illustrated),
     "head by F.linear": Outside(lambda: uses.Tied("linear"), plan_of(uses.TIED_RULES), _IDS),
     "head by @": Outside(lambda: uses.Tied("matmul"), plan_of(uses.TIED_RULES), _IDS),
     "called by keyword": Outside(

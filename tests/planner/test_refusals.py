@@ -265,6 +265,7 @@ def test_refused_with_position_and_untouched(case: str) -> None:
         tpplan.check(model, plan, tp)
     assert message in str(caught.value)
     assert any(d.position is not None for d in caught.value.diagnostics)
+    assert all(d.hint for d in caught.value.diagnostics), "what to do"
     assert fingerprint(model) == before
 
 

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import FakeTensorMode
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.twins import held_by, without_hooks
+from tpplan.observe.twins import held_by, twin_of, without_hooks
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 BATCH, LENGTH = 2, 8
-_SHORT = 64
+_SHORT, _COMPUTED = 64, 2**28
 
 
 def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -39,6 +39,13 @@ def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
             raise PlanError([Diagnostic(message, hint=hint)]) from error
     without_hooks(shadow)
     return shadow
+
+
+def computing_shadow_of(model: nn.Module) -> nn.Module | None:
+    """A shadow with random numbers in float32; None of a model too large to compute with."""
+    if sum(p.numel() for p in model.parameters()) > _COMPUTED:
+        return None
+    return twin_of(model, torch.float32)
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:

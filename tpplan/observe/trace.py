@@ -140,8 +140,19 @@ def _draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
+class Numbers(contextlib.nullcontext[None]):
+    """In the place of a fake mode, for code that hangs on numbers: tensors are what they are."""
+
+    def from_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy."""
+        return tensor.clone()
+
+
 def record(
-    shadow: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    shadow: nn.Module,
+    mode: FakeTensorMode | Numbers,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Trace:
     """Run ``shadow`` once on fake tensors, in the mode (train or eval) it is in, and record it.
 
@@ -164,7 +175,7 @@ def record(
 
 
 def fake_inputs(
-    mode: FakeTensorMode, values: Any, keep_ids: bool = False, device: str = "cpu"
+    mode: FakeTensorMode | Numbers, values: Any, keep_ids: bool = False, device: str = "cpu"
 ) -> Any:
     """``values`` with every tensor in it fake, on ``device``.
 

@@ -14,6 +14,7 @@ from torch import nn
 
 _DEEP = 3
 _CONFIGS = ("config", "args", "cfg")
+_TORCHS = frozenset(vars(nn.Module()))
 
 
 def attribute(module: nn.Module, name: str) -> object:
@@ -57,7 +58,7 @@ def named_in_code(module: nn.Module) -> dict[str, int]:
         if name in _CONFIGS:
             inner = integers(getattr(value, "__dict__", {}))
             found.update({f"{name}.{leaf}": n for leaf, n in inner.items() if leaf in spoken})
-        elif name in spoken and name not in nn.Module().__dict__:
+        elif name in spoken and name not in _TORCHS:
             found.update(_numbers(name, value, _DEEP))
     return found
 

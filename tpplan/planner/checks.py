@@ -9,7 +9,7 @@ from torch import nn
 
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
-from tpplan.planner.match import fold, folded
+from tpplan.planner.match import fold, folded, nearly
 from tpplan.styles import Style, named, those_with
 from tpplan.styles.colwise import COLWISE
 from tpplan.styles.replicate import REPLICATE
@@ -21,20 +21,23 @@ UNMENTIONED_SHARE = 0.01
 
 def check_modules(model: nn.Module, tp: int, complaints: Complaints) -> None:
     """Styles against the modules they sit on."""
-    refused = {}
+    refused, hidden = {}, {}
     for path, rule in complaints.matches.modules.items():
         module = model.get_submodule(path)
         complaint = named(rule.style).complaint(module, tp)
         if complaint is not None:
             refused[path] = f"{rule.style}: {complaint}"
         elif "forward" in vars(module):
-            refused[path] = "its forward was replaced on the instance, which would hide the plan's"
-    complaints.by_rule(refused)
+            hidden[path] = "its forward was replaced on the instance, which would hide the plan's"
+    other = f"give it another style, or modules inside of it this one; {REPLICATE.name} suits all"
+    complaints.by_rule(refused, other)
+    complaints.by_rule(hidden, "define it on the class")
     for rule in complaints.matches.parameters.values():
         if named(rule.style).bare is None:
             known = ", ".join(f"'{style}'" for style in those_with("bare"))
             message = f"a bare parameter can be one of {known}, not '{rule.style}'"
-            complaints.say(message, rule.position)
+            hint = f"{COLWISE.name} cuts its first dimension, {REPLICATE.name} leaves it whole"
+            complaints.say(message, rule.position, hint)
     if any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters()):
         message = "the model already holds DTensor parameters"
         complaints.say(message, hint="parallelize a model once, and before FSDP")
@@ -57,7 +60,8 @@ def check_unmentioned(
         members = [name for name in large if folded(name) == pattern]
         shape = tuple(left[members[0]].shape)
         message = f"no rule mentions this parameter of shape {shape}"
-        complaints.about(None, members, message, hint)
+        rule, cure = nearly(members[0], complaints.matches)
+        complaints.about(rule, members, message, cure or hint)
     small = {name: p.numel() for name, p in left.items() if name not in large}
     if sum(small.values()) > UNMENTIONED_SHARE * total:
         share = 100 * sum(small.values()) / total
@@ -109,13 +113,31 @@ def _mixture(path: str, maker: str, what: str, style: Style, complaints: Complai
     complaints.about(complaints.matches.modules.get(maker), [path], message, hint)
 
 
+def _for_mixture(path: str, maker: str, giving: str) -> str:
+    """What to write where code outside the stack works on the stream and something whole."""
+    if maker:
+        return f"give the module that makes that tensor the style {SEQUENCE_PARALLEL.name}"
+    if giving:
+        return f"give '{folded(giving)}' the style {REPLICATE.name}: it gives all positions then"
+    if path:
+        name = fold([path])
+        return f"give '{name}' the style {REPLICATE.name}: it is given all positions then"
+    return f"put this code, a pooling perhaps, in a module with the style {REPLICATE.name}"
+
+
 def _check_stream(flow: Flow, complaints: Complaints) -> None:
     """What must hold where each rank has a part of the sequence."""
+    rowless = {
+        path: f"{SEQUENCE_PARALLEL.name}: it is given {shape}, which has no rows of the sequence"
+        for path, shape in flow.rowless.items()
+    }
+    complaints.by_rule(rowless, f"make it {REPLICATE.name}, which runs whole on every rank")
     for path, maker in flow.mixed.items():
         source = f" from {maker}" if maker else ""
         message = f"combines the sequence-sharded stream with a whole tensor{source}"
-        hint = f"give the module that makes that tensor the style {SEQUENCE_PARALLEL.name}"
-        complaints.about(complaints.matches.modules.get(maker), [path], message, hint)
+        giving = flow.giving.get(path, "")
+        rule = complaints.matches.modules.get(maker or giving)
+        complaints.about(rule, [path], message, _for_mixture(path, maker, giving))
     for path, maker in flow.torn_stream.items():
         _mixture(path, maker, "the sequence-sharded stream", SEQUENCE_PARALLEL, complaints)
     off = "turn sequence_parallel off"

@@ -9,19 +9,19 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from tpplan.compat import FakeTensorMode
+from tpplan.compat import FakeTensorMode, NeedsValuesError
 from tpplan.compiled import (
     CompiledPlan,
 )
-from tpplan.language import Diagnostic, Plan, PlanError
+from tpplan.language import Diagnostic, Plan, PlanError, Position
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.probe import probe_modules
-from tpplan.observe.shadow import call_for, shadow_of
+from tpplan.observe.shadow import call_for, computing_shadow_of, shadow_of
 from tpplan.observe.tables import read_by_others
-from tpplan.observe.trace import Trace, record
+from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.twins import DROPOUT, same_randomness
-from tpplan.planner import checks, infer
+from tpplan.planner import checks, infer, stacks
 from tpplan.planner.causes import Causes, led
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.kernels import implementations
@@ -30,6 +30,7 @@ from tpplan.planner.outcome import Outcome
 from tpplan.planner.placing import Placing
 from tpplan.planner.regions import Regions
 from tpplan.planner.sizes import Sizes
+from tpplan.planner.stops import WITHOUT_NUMBERS, Stop, kind_of, place_of, stopped_at
 from tpplan.planner.together import reduced_together
 from tpplan.planner.walk import Walk
 from tpplan.styles import named
@@ -158,10 +159,14 @@ class _Compiler(Outcome):
     def observe(self, call: tuple[Any, Any]) -> Trace:
         """Trace the model in evaluation; the trace in training is returned."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        shadow = shadow_of(self.model, mode)
         with no_fakes_kept():
-            self.trace = self.run(shadow.eval(), mode, call)
-            drawing = self.run(shadow.train(), mode, call)
+            try:
+                drawing = self.trace_both(shadow_of(self.model, mode), mode, call)
+            except NeedsValuesError as error:
+                computing = computing_shadow_of(self.model)
+                if computing is None:
+                    raise self.cannot_run(error) from error
+                drawing = self.trace_both(computing, Numbers(), call)
         tied = {
             name.rpartition(".")[0]
             for names in self.placing.names.values()
@@ -180,22 +185,36 @@ class _Compiler(Outcome):
         except PlanError as error:
             self.complaints.wrong.extend(error.diagnostics)
 
-    def run(self, shadow: nn.Module, mode: FakeTensorMode, call: tuple[Any, Any]) -> Trace:
+    def trace_both(
+        self, shadow: nn.Module, mode: FakeTensorMode | Numbers, call: tuple[Any, Any]
+    ) -> Trace:
+        """Trace in evaluation, and in training, which is returned.
+
+        Raises:
+            NeedsValuesError: where the model's code hangs on numbers that are not there.
+        """
         try:
-            return record(shadow, mode, *call)
-        except PlanError:
+            self.trace = record(shadow.eval(), mode, *call)
+            return record(shadow.train(), mode, *call)
+        except (PlanError, *NeedsValuesError):
             raise
         except Exception as error:
-            message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
-            hint = "give inputs= with which the model's forward can be called"
-            position = self.plan.rules[0].position
-            raise PlanError([Diagnostic(message, position, hint)]) from error
+            raise self.cannot_run(error) from error
+
+    def cannot_run(self, error: Exception) -> PlanError:
+        message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
+        hint = "give inputs= with which the model's forward can be called"
+        if kind_of(error) is Stop.NUMBERS:
+            hint = WITHOUT_NUMBERS
+        position, place = self.plan.rules[0].position, stopped_at(place_of(error))
+        return PlanError([Diagnostic(message, position, hint, place)])
 
     def check_flow(self) -> None:
         """What the flow of tensors shows; what follows from one mistake is said under it."""
         said = len(self.complaints.wrong)
         self.check_stack()
-        checks.check_flow(self.flow, self.sequence_parallel, self.complaints)
+        stacked = len(self.complaints.wrong) == said  # without a stack the stream is nowhere
+        checks.check_flow(self.flow, self.sequence_parallel and stacked, self.complaints)
         self.check_torn()
         given = (self.model, self.trace, self.matches.modules, self.styles, self.elements)
         cause = Causes(*given).of(self.flow)
@@ -209,12 +228,9 @@ class _Compiler(Outcome):
         if self.elements:
             return
         if self.plan.layers is not None:
-            message = f"layers: '{self.plan.layers.text}' names no module that was called"
-            self.complaints.say(message, self.plan.layers_position)
-        elif self.sequence_parallel and self.multihead.union(self.of("sums")):
-            message = "no layer stack was found for the sequence-sharded stream"
-            hint = "name it with 'layers:', or turn sequence_parallel off"
-            self.complaints.about(None, [""], message, hint)
+            stacks.say_unused(self.plan, self.model, self.trace, self.complaints)
+        elif self.sequence_parallel and (rows := self.multihead.union(self.of("sums"))):
+            stacks.say_none_found(sorted(rows), self.trace, self.complaints)
 
     def check_rows(self) -> None:
         """What runs on a part of the sequence must do the same to it as among the rest."""
@@ -228,7 +244,8 @@ class _Compiler(Outcome):
                 failing[path] += f": {finding.fails}"
             elif finding.mixes:
                 mixing[path] = f"{name}: its result at one position depends on other positions"
-        self.complaints.by_rule(mixing | failing)
+        whole = f"{{style: {REPLICATE.name}, input: gather}}"
+        self.complaints.by_rule(mixing | failing, f"make it {whole}, to run it on all positions")
 
     def check_bare(self) -> None:
         """A parameter that is cut by a rule of its own is used in sharded regions only."""
@@ -242,15 +259,19 @@ class _Compiler(Outcome):
             and not met.isdisjoint(names)
         }
         message = "is used outside a sharded region, where each rank has only its part of it"
+        by_rule: dict[Position, list[str]] = {}
         for name, rule in cut.items() if self.tp > 1 else ():
-            hint = f"make it {REPLICATE.name}"
-            self.complaints.about(rule, [name], f"{rule.style}: {message}", hint)
+            by_rule.setdefault(rule.position, []).append(name)
+        for found in by_rule.values():
+            rule, hint = cut[found[0]], f"make it {REPLICATE.name}"
+            self.complaints.about(rule, found, f"{rule.style}: {message}", hint)
 
     def check_torn(self) -> None:
         torn = [name for name in self.trace.parameters.values() if self.torn(name)]
         if torn:
             message = "is used both inside and outside a sharded region: its gradient is ambiguous"
-            self.complaints.about(None, torn, message)
+            hint = f"let its module be used on one side, or make that region {REPLICATE.name}"
+            self.complaints.about(None, torn, message, hint)
 
 
 def _dropouts(model: nn.Module) -> set[str]:

@@ -30,11 +30,16 @@ class Complaints:
             self.wrong.append(found)
 
     def about(
-        self, rule: Rule | None, paths: Iterable[str], message: str, hint: str | None = None
+        self,
+        rule: Rule | None,
+        paths: Iterable[str],
+        message: str,
+        hint: str | None = None,
+        related: tuple[tuple[str, Position], ...] = (),
     ) -> None:
         """Something about modules, at the rule that is to blame."""
         position = self.position_of("rules:") if rule is None else rule.position
-        self.wrong.append(Diagnostic(f"{fold(paths)}: {message}", position, hint))
+        self.wrong.append(Diagnostic(f"{fold(paths)}: {message}", position, hint, related))
 
     def position_of(self, key: str) -> Position:
         """Where a top-level key of the plan is: the place for what no rule is to blame for."""

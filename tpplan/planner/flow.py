@@ -21,6 +21,9 @@ class Flow:
         unreduced: elements, or the model (""), that sharded activations leave.
         mixed: outside the elements, modules (by path) that combine the stream with a whole
             tensor, and the path of the module that made that tensor.
+        giving: of those, by path, the module that gave them the stream, if it runs on its rows.
+        rowless: outside the elements, modules that are to run on rows of the stream, but are given
+            a tensor without them, and its shape.
         torn: modules that combine sharded activations with whole ones that gradients flow
             through, and the module those came from; and torn_stream, the same for the stream.
         along: modules in an element that combine positions of the stream, and the op.
@@ -42,6 +45,8 @@ class Flow:
     unsplit: list[str] = field(default_factory=list)
     unreduced: list[str] = field(default_factory=list)
     mixed: dict[str, str] = field(default_factory=dict)
+    giving: dict[str, str] = field(default_factory=dict)
+    rowless: dict[str, tuple[int, ...]] = field(default_factory=dict)
     torn: dict[str, str] = field(default_factory=dict)
     torn_stream: dict[str, str] = field(default_factory=dict)
     along: dict[str, str] = field(default_factory=dict)

@@ -9,8 +9,9 @@ from torch import nn
 
 from tpplan.language import Diagnostic, Expression, ExpressionError, Position, Rule
 from tpplan.layout import MisfitError, Part, Rows, rows_of
-from tpplan.planner.attributes import attribute, integers
+from tpplan.planner.attributes import attribute, integers, named_in_code
 from tpplan.planner.match import fold
+from tpplan.planner.parts import with_parts
 from tpplan.styles import named
 
 _QUERIES = frozenset({"q", "query", "queries"})
@@ -54,6 +55,7 @@ class Geometry:
         wrong: list[Diagnostic],
     ) -> None:
         self.model, self.rules = model, rules
+        self.views = seen
         self.seen = {path: [self._view(path, dims) for dims in seen[path]] for path in seen}
         self.transposed, self.wrong = transposed, wrong
         self.groups: dict[str, Heads] = {}
@@ -205,6 +207,10 @@ class Geometry:
         even = all(rows.pieces[r] == ((r * each, (r + 1) * each),) for r in range(tp))
         return None if even and total % tp == 0 else rows
 
+    def parts_seen(self, path: str) -> tuple[int, ...]:
+        """The view that seems to have parts in front of heads, where a layer's rule names none."""
+        return () if "packed" in self.rules[path].options else with_parts(self.views.get(path, ()))
+
     def fitting(self, path: str) -> str:
         """The values of tp that fit a layer, for messages."""
         return ", ".join(str(tp) for tp in _TRIED if self._fits(path, tp))
@@ -233,7 +239,9 @@ class Geometry:
             for name, text in expressions.items():
                 present = attribute(self.model.get_submodule(path), name)
                 if not isinstance(present, int):
-                    self._say(path, f"has no integer attribute '{name}'", where)
+                    has = ", ".join(named_in_code(self.model.get_submodule(path)))
+                    hint = f"its code reads: {has or 'none'}"
+                    self._say(path, f"has no integer attribute '{name}'", where, hint)
                     continue
                 try:
                     expression = Expression(str(text))

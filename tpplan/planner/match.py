@@ -78,6 +78,25 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
     )
 
 
+def nearly(parameter: str, matches: Matches) -> tuple[Rule | None, str]:
+    """The rule that comes nearest to a parameter that none covers, and why it does not."""
+    for rule in matches.modules.values():
+        if rule.pattern.matches(parameter):
+            only = f"'{rule.pattern.text}' matches modules, and so leaves parameters out"
+            taken = any(folded(path) == folded(parameter) for path in matches.modules)
+            name = parameter if taken else folded(parameter)
+            return rule, f"{only}: give '{name}' a rule of its own"
+    owner = parameter.rpartition(".")[0]
+    around = owner
+    while around and around not in matches.modules:
+        around = around.rpartition(".")[0]
+    rule_around = matches.modules.get(around)
+    if rule_around is None:
+        return None, ""
+    only = f"the rule '{rule_around.pattern.text}' does not cover what is inside of its modules"
+    return rule_around, f"{only}: give '{folded(owner)}' a rule of its own"
+
+
 def folded(path: str) -> str:
     """A path with its layer numbers replaced by ``*``."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
@@ -85,10 +104,14 @@ def folded(path: str) -> str:
 
 def fold(paths: Iterable[str]) -> str:
     """Paths that differ only in layer numbers, as one pattern and a count."""
-    groups: dict[str, int] = {}
+    groups: dict[str, list[str]] = {}
     for path in paths:
-        groups[folded(path)] = groups.get(folded(path), 0) + 1
-    shown = [f"{p} ({n} of them)" if n > 1 else p for p, n in groups.items()]
+        groups.setdefault(folded(path), []).append(path)
+    # a lone "1" of a Sequential is not every module
+    shown = [
+        f"{p} ({len(of)} of them)" if len(of) > 1 else of[0] if p == "*" else p
+        for p, of in groups.items()
+    ]
     if len(shown) > 4:
         shown[4:] = [f"and {len(shown) - 4} more"]
     return ", ".join(p if p else "the model itself" for p in shown)

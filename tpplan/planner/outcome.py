@@ -160,6 +160,7 @@ class Outcome:
                 draws=self.drawn(path),
                 read=self.lends(path, own),
                 attributes=FrozenMap(self.sizes.attributes.get(path)),
+                cut=FrozenMap(self.sizes.cut.get(path)),
                 options=FrozenMap() if rule is None else rule.options,
                 kernel=self.kernel(path),
                 widened=path in widened,

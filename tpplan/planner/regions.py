@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Shard
 
 from tpplan.observe.shadow import padded, shortened
@@ -22,22 +23,27 @@ from tpplan.planner.replay import Failure, prove
 from tpplan.planner.unproved import say_unproved
 from tpplan.styles import NONE, named
 
-_CHANGES, _TRIES = 3, 40
+_CHANGES, _TRIES = 4, 80
+# a cache is of a batch, its heads, positions and columns, in some order
+_CACHED, _HEADS = 4, (1, 2, 0)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class _Change:
-    """An attribute of regions that are alike, with its values; without a name, narrowed inputs.
+    """Something of regions that are alike: an attribute, all caches, or the inputs' width.
 
     Attributes:
-        owner: the path in the region of the module that has it.
-        values: module path -> (present value, value per rank).
+        what: which of them: of an attribute its module's path in the region, and its name.
+        values: of an attribute: module path -> (present value, value per rank).
+        cut: of caches: module path -> name -> the dimension of heads, and how many.
+        narrowed: the modules whose inputs are narrowed.
     """
 
-    owner: str
-    name: str
-    values: Mapping[str, tuple[int, int]]
+    what: tuple[str, str]
+    values: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    cut: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
+    narrowed: Sequence[str] = ()
 
 
 class Regions:
@@ -60,7 +66,7 @@ class Regions:
             settled.add(folded(region))
             failure = self._settle(region, failure, calls)
         if failure is not None:
-            say_unproved(failure, found.sizes.columns, found.trace, found.tp, found.complaints)
+            say_unproved(failure, found)
 
     def _failure(self, calls: Sequence[Call]) -> Failure | None:
         found = self.found
@@ -83,38 +89,54 @@ class Regions:
         """Make the fewest changes with which the regions like this one are proved, if any do."""
         found = self.found
         alike = [path for path in found.boundaries if folded(path) == folded(region)]
-        changes = [_Change("", "", dict.fromkeys(alike, (0, 0))), *self._attributes(alike)]
+        changes = [_Change(("", "width"), narrowed=alike), *self._attributes(alike)]
+        # a rank's heads would be spread over a whole cache, if there are few enough of them
+        first = [(cache,) for cache in self._caches(alike)]
         combinations = (
-            chosen
-            for count in range(1, _CHANGES + 1)
+            (*cached, *chosen)
+            for cached in (*first, ())
+            for count in range(not cached, _CHANGES)
             for chosen in itertools.combinations(changes, count)
-            if len({(change.owner, change.name) for change in chosen}) == count
+            if len({change.what for change in chosen}) == count
         )
-        before = found.boundaries, found.sizes.attributes
+        before = found.boundaries, found.sizes.attributes, found.sizes.cut
         for chosen in itertools.islice(combinations, _TRIES):
             for change in chosen:
                 self._make(change)
             left = self._failure(calls)
             if left is None or self._region(left.path) not in alike:
                 return left
-            found.boundaries, found.sizes.attributes = before
+            found.boundaries, found.sizes.attributes, found.sizes.cut = before
         return failure
 
     def _make(self, change: _Change) -> None:
         found = self.found
-        if not change.name:
-            narrowed = {
-                path: tuple(replace(b, narrowed=True) for b in found.boundaries[path])
-                for path in change.values
-            }
-            found.boundaries = {**found.boundaries, **narrowed}
-            return
-        stated = found.sizes.attributes
-        own = {
-            path: {**stated.get(path, {}), change.name: value}
-            for path, value in change.values.items()
+        narrowed = {
+            path: tuple(replace(b, narrowed=True) for b in found.boundaries[path])
+            for path in change.narrowed
         }
+        found.boundaries = {**found.boundaries, **narrowed}
+        stated, name = found.sizes.attributes, change.what[1]
+        own = {path: {**stated.get(path, {}), name: v} for path, v in change.values.items()}
         found.sizes.attributes = {**stated, **own}
+        found.sizes.cut = {**found.sizes.cut, **{p: dict(c) for p, c in change.cut.items()}}
+
+    def _caches(self, alike: Sequence[str]) -> list[_Change]:
+        """Tensors of the regions' modules that may hold keys or values, by their heads."""
+        changes: list[_Change] = []
+        for count, dim in itertools.product(("kv_heads", "heads"), _HEADS):
+            cut: dict[str, dict[str, tuple[int, int]]] = {}
+            for region in alike:
+                heads = dict(self._sizes(region)).get(count, (0, 0))[0]
+                inner = self.found.model.get_submodule(region).named_modules(prefix=region)
+                for path, module in inner:
+                    for name, value in {**vars(module), **module._buffers}.items():
+                        held = isinstance(value, torch.Tensor) and value.dim() == _CACHED
+                        if held and heads > 1 and value.size(dim) == heads:
+                            cut.setdefault(path, {})[name] = (dim, heads)
+            if cut and all(cut != other.cut for other in changes):
+                changes.append(_Change(("", "caches"), cut=cut))
+        return changes
 
     def _attributes(self, alike: Sequence[str]) -> list[_Change]:
         """Attributes that may hold a number of heads or of columns, as the regions' code uses."""
@@ -134,7 +156,7 @@ class Regions:
                             made.setdefault(key, {})[path] = (whole, local)
         different: list[_Change] = []
         for (owner, name, _), values in made.items():
-            change = _Change(owner, name, values)
+            change = _Change((owner, name), values)
             if change not in different:
                 different.append(change)
         return different

@@ -22,14 +22,15 @@ from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import unfused
 from tpplan.compiled import Element, ModulePlan
-from tpplan.language import Rule
+from tpplan.language import Position, Rule
 from tpplan.layout import Rows
 from tpplan.observe.likeness import identity, shared_tensors
 from tpplan.places import taken, with_at
 from tpplan.planner.attributes import assign
 from tpplan.planner.match import folded
 from tpplan.planner.stand_in import stand_in
-from tpplan.roles.heads import heads_of, own_heads
+from tpplan.planner.stops import Stop, kind_of, place_of
+from tpplan.roles.heads import heads_of, keep_own, own_heads
 from tpplan.roles.narrow import narrowed, whole_of
 from tpplan.roles.sequence import replaced
 from tpplan.styles import named
@@ -40,11 +41,19 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Failure:
-    """Where a rank's run departs from the whole model's, and how."""
+    """Where a rank's run departs from the whole model's, and how.
+
+    Attributes:
+        rank: None where the whole model cannot be run either.
+        stop: what its code stopped at; None where it ran on, with other numbers.
+        place: the line of the model's code.
+    """
 
     path: str
-    rank: int
+    rank: int | None
     message: str
+    stop: Stop | None = None
+    place: Position | None = None
 
 
 @dataclass
@@ -83,19 +92,22 @@ def prove(
         with torch.no_grad():
             replay.run(call, None)
     except Exception as error:
-        where = replay.running[-1] if replay.running else ""
-        message = f"cannot be run on random numbers: {type(error).__name__}: {error}"
-        return Failure(where, 0, message)
+        return _stopped(replay, None, "cannot be run on random numbers", error)
     for rank in sorted({0, 1, tp // 2, tp - 1}):
         try:
             with torch.no_grad(), replay.own(rank):
                 replay.run(call, rank)
         except _Departed as found:
-            return Failure(found.path, rank, found.message)
+            return Failure(found.path, rank, found.message, place=place_of(found))
         except Exception as error:
-            where = replay.running[-1] if replay.running else ""
-            return Failure(where, rank, f"fails: {type(error).__name__}: {error}")
+            return _stopped(replay, rank, "fails", error)
     return None
+
+
+def _stopped(replay: _Replay, rank: int | None, what: str, error: Exception) -> Failure:
+    path = replay.running[-1] if replay.running else ""
+    message = f"{what}: {type(error).__name__}: {error}"
+    return Failure(path, rank, message, kind_of(error), place_of(error))
 
 
 class _Replay:
@@ -200,6 +212,9 @@ class _Replay:
         for path, plan in self.plans.items():
             for name, (_, local) in plan.attributes.items():
                 before.append(assign(self.model.get_submodule(path), name, local))
+            for name, (dim, heads) in plan.cut.items():
+                module = self.model.get_submodule(path)
+                before.append(keep_own(module, name, dim, heads, rank, self.tp))
         try:
             yield
         finally:

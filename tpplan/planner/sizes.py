@@ -16,7 +16,9 @@ from tpplan.planner import infer
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import fold
+from tpplan.planner.parts import packed_heads
 from tpplan.styles import named
+from tpplan.styles.replicate import REPLICATE
 from tpplan.styles.style import Misfits
 
 
@@ -29,6 +31,7 @@ class Sizes:
         layouts: the rows of each rank, of layers that are not simply cut evenly.
         geometry: the heads.
         attributes: module path -> attribute -> (present value, value per rank).
+        cut: module path -> tensor of its own -> the dimension of its heads, and how many.
         head_inputs: module path -> arguments of which each rank takes its heads.
     """
 
@@ -44,13 +47,14 @@ class Sizes:
         self.transposed: set[str] = set()
         self.layouts: dict[str, Rows] = {}
         self.attributes: dict[str, dict[str, tuple[int, int]]] = {}
+        self.cut: dict[str, dict[str, tuple[int, int]]] = {}
         self.head_inputs: dict[str, tuple[tuple[Argument, int], ...]] = {}
 
     def orient(self, trace: Trace) -> None:
         """Which sharded layers are projections, and how their weights are stored."""
         self.columns.clear()
         called = {call.path for call in trace.calls}
-        refused = {}
+        refused, stored = {}, {}
         for path, rule in self.rules.items():
             style = named(rule.style)
             if not (style.columns or style.sums) or path not in called:
@@ -65,12 +69,14 @@ class Sizes:
                 continue
             if stated is not None and stated != (found == "transposed"):
                 is_ = "(in, out)" if found == "transposed" else "(out, in)"
-                refused[path] = f"transposed: its weight is stored {is_}"
+                stored[path] = f"transposed: its weight is stored {is_}"
             if found == "transposed":
                 self.transposed.add(path)
             if style.columns:
                 self.columns.add(path)
-        self.complaints.by_rule(refused)
+        whole = f"make it {REPLICATE.name}, with what belongs to its region"
+        self.complaints.by_rule(refused, whole)
+        self.complaints.by_rule(stored, "leave 'transposed' out: it is seen in what the layer does")
 
     def lay_out(self, trace: Trace) -> None:
         """Head geometry, the rows of each rank, the per-rank attributes."""
@@ -84,8 +90,12 @@ class Sizes:
             try:
                 named(rule.style).lay_out(self, path, rule, misfits)
             except MisfitError as error:
-                fit = self.geometry.fitting(path)
-                misfits.setdefault(fit, {})[path] = f"{rule.style}: {error}"
+                fit, view = self.geometry.fitting(path), self.geometry.parts_seen(path)
+                said = f"{rule.style}: {error}"
+                if view:
+                    said += f", but viewed as {view} it looks like {view[0]} parts side by side"
+                    fit = f"{fit}; if they are parts, say so with {packed_heads(view[0])}"
+                misfits.setdefault(fit, {})[path] = said
         for fit, found in misfits.items():
             self.complaints.by_rule(found, f"tp may be {fit}")
         for path, stated in self.geometry.attributes(self.tp).items():

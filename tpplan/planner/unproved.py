@@ -1,60 +1,155 @@
-"""What is said where the proof of a sharded region fails."""
+"""What is said where the proof of a sharded region fails: what, where, and what to write."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
+from torch.distributed.tensor import Shard
+
 from tpplan.language import Rule
-from tpplan.observe.trace import Trace
 from tpplan.planner import infer
-from tpplan.planner.complaints import Complaints
-from tpplan.planner.match import fold
+from tpplan.planner.attributes import integers, named_in_code
+from tpplan.planner.match import fold, folded
+from tpplan.planner.outcome import Outcome
+from tpplan.planner.parts import looks_packed
 from tpplan.planner.replay import Failure
-from tpplan.styles import named
+from tpplan.planner.stops import Stop, stopped_at
+from tpplan.styles import NONE, named
 from tpplan.styles.attention import ATTENTION
+from tpplan.styles.colwise import COLWISE
+from tpplan.styles.replicate import REPLICATE
 
-_PACKED = "a layer that is several projections in one needs 'packed'"
+_ORDER = "is not reached", "is called in another order"
+_SHOWN = 4
 
 
-def say_unproved(
-    failure: Failure, columns: set[str], trace: Trace, tp: int, complaints: Complaints
-) -> None:
-    """Blame the layers whose columns were at work where a rank's run departs.
-
-    Args:
-        columns: the column-parallel projections.
-    """
+def say_unproved(failure: Failure, found: Outcome) -> None:
+    """Blame the layers whose columns were at work where a rank's run departs."""
     path, message = failure.path, failure.message
-    rules = complaints.matches.modules
-    own = rules.get(path)
-    order = dict.fromkeys(call.path for call in trace.calls)
-    made = [other for other in order if other in columns and _inside(other, path)]
-    call = next((c for c in trace.calls if c.path == path), None)
-    if call is not None and not made:
-        styles = {known: named(rule.style) for known, rule in rules.items()}
-        made = infer.sources(trace, call, styles)
+    rules = found.matches.modules
+    own, made, tables = rules.get(path), _makers(failure, found), _tables(failure, found)
     rule = rules[made[0]] if made else _rule_near(rules, path)
     paths = [path]
-    hint = (
-        "a size written in its code may have to become a per-rank value, see 'attributes' of the "
-        f"{ATTENTION.name} style; {_PACKED}"
-    )
-    at = f"on rank {failure.rank} of {tp}"
+    at = "" if failure.rank is None else f"on rank {failure.rank} of {found.tp} "
+    if tables:
+        rule = found.matches.parameters[tables[0]]
     if message.startswith("fails: ") and made:
         message = f"fails with its part of {fold(made)}: {message.removeprefix('fails: ')}"
     if message.startswith("its input"):
-        departs = f"{at}, {message.replace('its input', f'the input of {path}', 1)}"
+        departs = f"{at[:-1]}, {message.replace('its input', f'the input of {path}', 1)}"
         paths = made or paths
         message = f"the columns of one rank are not enough for its work: {departs}"
-        hint = (
-            f"{_PACKED}; a size in the model's code may have to become a per-rank value, see "
-            f"'attributes' of the {ATTENTION.name} style"
-        )
-    elif own is not None and named(own.style).heads:
-        rule, message = own, f"{at} it {message}"
     else:
-        message = f"{at} it {message}"
-    complaints.about(rule, paths, message, hint)
+        if own is not None and named(own.style).heads:
+            rule = own
+        message = f"{at}it {message}"
+    cure = _Cure(failure, found, made, tables).text()
+    found.complaints.about(rule, paths, message, cure, stopped_at(failure.place))
+
+
+class _Cure:
+    """What to write in the plan, by what failed."""
+
+    def __init__(
+        self, failure: Failure, found: Outcome, made: list[str], tables: list[str]
+    ) -> None:
+        self.failure, self.found, self.made, self.tables = failure, found, made, tables
+
+    def text(self) -> str:
+        stop, message = self.failure.stop, self.failure.message
+        if self.failure.rank is None:
+            return "give inputs= with which this code runs, whatever the model's numbers are"
+        if stop is Stop.ENTRY:
+            return self._entry()
+        if stop is Stop.CODE or message.startswith(_ORDER):
+            return self._whole("let this code do the same with a part of the columns")
+        return self._packed() or self._unruled() or (self._sizes() if stop else self._columns())
+
+    def _whole(self, otherwise: str) -> str:
+        made = fold(self.made) or "what is sharded there"
+        return f"{otherwise}, or make {made}, and what sums it, {REPLICATE.name}"
+
+    def _entry(self) -> str:
+        if not self.tables:
+            return self._whole("let this code count the entries that a rank has")
+        return (
+            "a rank has fewer entries of it, as it is cut along its first dimension: that must "
+            f"be the one of heads, or make it {REPLICATE.name}"
+        )
+
+    def _packed(self) -> str | None:
+        """Where a layer looks like several projections in one."""
+        styles, rules = self.found.styles, self.found.matches.modules
+        for path in self.made:
+            stated = "packed" in rules[path].options
+            parts = None if stated else looks_packed(self.found.trace, path, styles)
+            if parts is not None:
+                return (
+                    f"{fold([path])} looks like several projections side by side: name its parts "
+                    f"in their order, {parts}"
+                )
+        return None
+
+    def _unruled(self) -> str | None:
+        """A module with parameters of its own that columns reach, and no rule knows of."""
+        path = self.failure.path
+        module, style = self.found.model.get_submodule(path), self.found.styles.get(path, NONE)
+        if style.columns or style.sums or style.heads or not module._parameters:
+            return None
+        if self.failure.stop is None or next(module.children(), None) is not None:
+            return None
+        told = "no rule speaks of it" if style is NONE else f"its rule says {style.name}"
+        return f"{told}, and it is given columns: make {fold([path])} {COLWISE.name}"
+
+    def _sizes(self) -> str:
+        """Numbers of the module's that the line, or else its code, speaks of."""
+        module = self.found.model.get_submodule(self.failure.path)
+        numbers = list(named_in_code(module))
+        line = "" if self.failure.place is None else self.failure.place.text
+        told = dict.fromkeys((*numbers, *integers(vars(module))))
+        spoken = [name for name in told if re.search(rf"\.{name}\b", line)]
+        where = f"'attributes' of the {ATTENTION.name} style"
+        if spoken:
+            names = ", ".join(spoken[:_SHOWN])
+            return f"make the number that counts all columns here a rank's own, in {where}: {names}"
+        has = f" (the module has {', '.join(numbers[:_SHOWN])})" if numbers else ""
+        return (
+            f"a number here counts all columns: read it from an attribute{has}, which {where} "
+            "makes a rank's own"
+        )
+
+    def _columns(self) -> str:
+        if not self.failure.message.startswith("its input"):
+            only = "only what works on each column or head by itself can have a part of them"
+            return self._whole(only)
+        rules = self.found.matches.modules
+        if any("packed" in rules[path].options for path in self.made):
+            return "name the parts under 'packed' as they lie in the weight, in their order"
+        said = "where the layer is several projections in one, name them with 'packed'; where this "
+        return self._whole(f"{said}code mixes columns, let it keep them apart")
+
+
+def _makers(failure: Failure, found: Outcome) -> list[str]:
+    """The column-parallel projections in the module, or else those before it."""
+    path, trace, columns = failure.path, found.trace, found.sizes.columns
+    order = dict.fromkeys(call.path for call in trace.calls)
+    made = [other for other in order if other in columns and _inside(other, path)]
+    call = next((c for c in trace.calls if c.path == path), None)
+    return infer.sources(trace, call, found.styles) if call is not None and not made else made
+
+
+def _tables(failure: Failure, found: Outcome) -> list[str]:
+    """Cut parameters with a rule of their own, where an entry of one is missing."""
+    if failure.stop is not Stop.ENTRY or failure.rank is None:
+        return []
+    cut = found.matches.parameters.items()
+    alike = folded(failure.path)
+    return [
+        name
+        for name, rule in cut
+        if isinstance(named(rule.style).bare, Shard) and _inside(folded(name), alike)
+    ]
 
 
 def _rule_near(rules: Mapping[str, Rule], path: str) -> Rule | None:

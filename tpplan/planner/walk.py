@@ -166,6 +166,14 @@ class Walk:
         outputs = tuple(dict.fromkeys((*known.outputs, *made)))
         self.flow.detours[call.path] = replace(known, outputs=outputs)
 
+    def takes_rows(self, call: Call, given: int | None) -> None:
+        """Outside the elements, what the call works on has rows of the sequence."""
+        if given is None or given in self.region or self.element_of(call) is not None:
+            return
+        shapes = [self.trace.shapes[n] for n in (given, *call.outputs)]
+        if given in self.trained and all(len(shape) <= self.dim + 1 for shape in shapes):
+            self.flow.rowless[call.path] = shapes[0]
+
     def gives_whole(self, call: Call) -> None:
         """Nothing of a region leaves the call."""
         self.region.difference_update(call.outputs)
@@ -373,3 +381,8 @@ class Walk:
             whole = number in self.trace.floating and number not in self.stream
             if whole and self.trace.shapes[number]:
                 self.flow.mixed.setdefault(around[0].path, self.maker.get(number, ""))
+                for given in data:
+                    path = self.maker.get(given, "") if given in self.stream else ""
+                    apart = not any(path.startswith(f"{e}.") for e in self.elements)
+                    if self.styles.get(path, NONE).rows and apart:
+                        self.flow.giving.setdefault(around[0].path, path)

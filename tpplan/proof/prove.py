@@ -27,6 +27,7 @@ from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.shadow import Call, call_for, shortened
 from tpplan.observe.twins import same_randomness
 from tpplan.planner.match import fold
+from tpplan.planner.stops import place_of, stopped_at
 from tpplan.proof.calls import (
     drawn_where_alike,
     length_of,
@@ -235,7 +236,8 @@ def _failed(compiled: CompiledPlan, path: str, error: Exception) -> PlanError:
         f"{where}the rewritten model fails on {compiled.tp} ranks: {type(error).__name__}: {text}"
     )
     hint = "'tpplan explain' says what was inferred; see also docs/proved.md"
-    return PlanError([Diagnostic(message, rule.position, hint)])
+    place = stopped_at(place_of(error))
+    return PlanError([Diagnostic(message, rule.position, hint, place)])
 
 
 def _departed(

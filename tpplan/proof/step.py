@@ -162,6 +162,8 @@ def _errors(due: Result, got: Result, rank: int, tp: int) -> Iterable[tuple[str,
             yield f"the gradient of {name}", error
     for name, whole in due.buffers.items():
         ours = got.buffers.get(name)
+        if ours is not None:
+            whole = _heads_like(whole, ours, rank, tp)
         if ours is not None and ours.shape == whole.shape:
             yield f"the buffer {name} afterwards", _error(whole, ours, _largest(whole), rank, tp)
     for name, ours in got.written.items():
@@ -170,6 +172,15 @@ def _errors(due: Result, got: Result, rank: int, tp: int) -> Iterable[tuple[str,
         if theirs is not None:
             error = _error(theirs, ours, _largest(theirs), rank, tp)
         yield f"{name} afterwards", error
+
+
+def _heads_like(whole: torch.Tensor, ours: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
+    """A rank's heads of a buffer, where it has no more."""
+    dims = [d for d, (a, b) in enumerate(zip(whole.shape, ours.shape, strict=False)) if a != b]
+    if whole.dim() != ours.dim() or len(dims) != 1:
+        return whole
+    heads = whole.size(dims[0])
+    return whole.narrow(dims[0], rank * heads // tp, ours.size(dims[0]))
 
 
 def _gradient_error(

@@ -79,6 +79,10 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
     for name, (present, local) in plan.attributes.items():
         said = "" if name in _stated(plan) else "inferred: "
         lines.append(f"{said}{name}: {present}, on each rank {local}")
+    lines += [
+        f"inferred: of the {heads} heads of '{name}', along dimension {dim}, each rank has its own"
+        for name, (dim, heads) in plan.cut.items()
+    ]
     if plan.draws is not None:
         lines.append(_draws(plan.draws, compiled.sequence_parallel))
     if plan.kernel is not None:

@@ -19,7 +19,7 @@ from tpplan.planner.match import folded
 from tpplan.roles.draws import Draws
 from tpplan.roles.entry import Entry
 from tpplan.roles.fused import ROLES, Around, Swapped, common, partner_of
-from tpplan.roles.heads import HeadInputs
+from tpplan.roles.heads import HeadInputs, keep_own
 from tpplan.roles.lowered import Lowered, State, lower
 from tpplan.roles.members import summing_site
 from tpplan.roles.narrow import Widened
@@ -64,6 +64,9 @@ class PlannedStyle(ParallelStyle):
             module._parameters[leaf] = self.installed[entry.name]
         for name, (_, local) in self.plan.attributes.items():
             assign(module, name, local)
+        for name, (dim, heads) in self.plan.cut.items():
+            group = self.stream.group
+            keep_own(module, name, dim, heads, group.rank, group.size)
         roles, inner = roles_of(self.plan, module, self._fused(device_mesh.device_type))
         if roles or inner is not None:
             site = summing_site(self.plan.path)

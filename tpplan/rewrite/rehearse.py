@@ -8,16 +8,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpplan.compat import FakeTensorMode, quiet
+from tpplan.compat import FakeTensorMode, NeedsValuesError, quiet
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.shadow import call_for, shadow_of
 from tpplan.observe.trace import fake_inputs
 from tpplan.planner.match import fold
+from tpplan.planner.stops import Stop, kind_of, place_of, stopped_at
 from tpplan.rewrite import apply
 from tpplan.roles.lowered import passive
 from tpplan.styles.attention import ATTENTION
+from tpplan.styles.replicate import REPLICATE
 
 
 def rehearse(
@@ -41,14 +43,24 @@ def rehearse(
         try:
             with torch.no_grad():
                 shadow(*args, **kwargs)
+        except NeedsValuesError:
+            return  # that the proof runs on numbers
         except Exception as error:
             path = running[-1] if running else ""
             inside = (p for p in compiled.modules if p == path or p.startswith(f"{path}."))
             rules = (compiled.modules[p].rule for p in inside)
             rule = next((rule for rule in rules if rule is not None), compiled.plan.rules[0])
             message = f"{fold([path])}: fails on its shard at tp {compiled.tp}: {error}"
-            hint = (
-                "a size written in its code may have to become a per-rank value: "
-                f"see 'attributes' of the {ATTENTION.name} style"
-            )
-            raise PlanError([Diagnostic(message, rule.position, hint)]) from error
+            place = stopped_at(place_of(error))
+            raise PlanError([Diagnostic(message, rule.position, _cure(error), place)]) from error
+
+
+def _cure(error: Exception) -> str:
+    """What to do about a model that does not run with its shards."""
+    stop = kind_of(error)
+    if stop is Stop.SIZES:
+        return (
+            "make the number that counts all columns here a rank's own, in 'attributes' of the "
+            f"{ATTENTION.name} style"
+        )
+    return f"let this code run with its shards too, or make the module {REPLICATE.name}"

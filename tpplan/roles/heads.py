@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.comm import Site, Transition, copy_in, split
@@ -82,10 +83,25 @@ def own_heads(
 def heads_of(x: torch.Tensor, dim: int, heads: int, rank: int, tp: int) -> torch.Tensor:
     """A rank's heads of ``x``; all of it where it holds one for all of them.
 
-    A dimension of batch·heads holds the heads of one sample after the other.
+    A dimension of batch·heads holds the heads of one sample after the other. Of fewer heads than
+    ranks each has one.
     """
     if x.size(dim) == 1:
         return x
-    each = heads // tp
     grouped: torch.Tensor = x.unflatten(dim, (-1, heads))
-    return grouped.narrow(dim + 1, rank * each, each).flatten(dim, dim + 1)
+    each = max(1, heads // tp)
+    return grouped.narrow(dim + 1, rank * heads // tp, each).flatten(dim, dim + 1)
+
+
+def keep_own(
+    module: nn.Module, name: str, dim: int, heads: int, rank: int, tp: int
+) -> Callable[[], None]:
+    """Leave of a buffer, or of a tensor that is an attribute, a rank's heads; returns the undoing.
+
+    A cache of keys and values is written to by code that knows of a rank's heads only.
+    """
+    table = module._buffers if name in module._buffers else vars(module)
+    whole = table[name]
+    assert isinstance(whole, torch.Tensor)
+    table[name] = heads_of(whole, dim, heads, rank, tp).clone()
+    return lambda: table.__setitem__(name, whole)

@@ -23,6 +23,10 @@ class SequenceParallel(Style):
     rows = probed = True
     hf = ("sequence_parallel",)
 
+    def enter(self, walk: Walk, call: Call, given: int | None) -> None:
+        """Rows."""
+        walk.takes_rows(call, given)
+
     def leave(self, walk: Walk, call: Call) -> None:
         """The stream."""
         walk.stream.update(n for n in call.outputs if n not in walk.region)

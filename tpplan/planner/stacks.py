@@ -1,0 +1,58 @@
+"""What is said where the plan's layer stack is not one that the model calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from tpplan.language import Plan, nearest
+from tpplan.observe.trace import Trace
+from tpplan.planner.complaints import Complaints
+from tpplan.planner.match import folded
+
+_OFF = "turn sequence_parallel off"
+
+
+def say_unused(plan: Plan, model: nn.Module, trace: Trace, complaints: Complaints) -> None:
+    """The plan's ``layers:`` are not called, or not given the stream."""
+    assert plan.layers is not None
+    text, called = plan.layers.text, dict.fromkeys(call.path for call in trace.calls)
+    held = [path for path, _ in model.named_modules() if plan.layers.matches(path)]
+    inside = [p for p in called if any(p.startswith(f"{path}.") for path in held)]
+    outermost = [p for p in inside if not any(p.startswith(f"{other}.") for other in inside)]
+    hint: str | None = "name modules that take the stream and give it on in the same shape"
+    if any(path in called for path in held):
+        said = "names no module that gives on what it is given"
+    elif outermost:
+        said = "names modules that are only held, not called"
+        hint = f"name those inside of them: {_patterns(outermost)}"
+    else:
+        said = "names no module that was called"
+        guess = nearest(plan.layers, called)
+        hint = f"did you mean '{guess}'?" if guess else hint
+    complaints.say(f"layers: '{text}' {said}", plan.layers_position, hint)
+
+
+def say_none_found(rows: Iterable[str], trace: Trace, complaints: Complaints) -> None:
+    """No repeated layers around the row-parallel layers ``rows``."""
+    called = {call.path for call in trace.calls}
+    layers = [path for path in (_numbered_around(row) for row in rows) if path in called]
+    hint = f"name it with 'layers:', or {_OFF}"
+    if layers:
+        stack = dict.fromkeys(f"{path.rpartition('.')[0]}.*".lstrip(".") for path in layers)
+        hint = f"name it, 'layers: {next(iter(stack))}', or {_OFF}"
+    message = "no layer stack was found for the sequence-sharded stream"
+    complaints.about(None, [""], message, hint)
+
+
+def _numbered_around(path: str) -> str:
+    """The innermost numbered module around one."""
+    parts = path.split(".")[:-1]
+    while parts and not parts[-1].isdigit():
+        parts.pop()
+    return ".".join(parts)
+
+
+def _patterns(paths: Iterable[str]) -> str:
+    return ", ".join(f"'{pattern}'" for pattern in dict.fromkeys(folded(path) for path in paths))
