@@ -33,7 +33,7 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
-def shipped(name: str, model: nn.Module, attention: str | None = None) -> Rules:
+def shipped(name: str, model: nn.Module) -> Rules:
     """The rules of a shipped plan that match, without the options that can be left out."""
     names = [p for p, _ in model.named_modules()]
     names += [p for p, _ in model.named_parameters(remove_duplicate=False)]

@@ -8,7 +8,7 @@ their sum, are missing; what the rest of the compiler says of others is put unde
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Mapping, Set
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -110,14 +110,7 @@ class Causes:
 
     def _left(self, call: Call) -> Diagnostic | None:
         """Column-parallel layers whose columns leave the stack, or the model."""
-        ends = {
-            n: other.path
-            for other in self.trace.calls
-            if self._style(other.path).columns or self._style(other.path).sums
-            for n in other.outputs
-        }
-        made = nearest(self.trace, call.outputs, call.last_op, ends)
-        return self._columns([path for path in made if self._style(path).columns], [])
+        return self._columns(sources(self.trace, call, self.styles, given_out=True), [])
 
     def _columns(self, makers: list[str], reached: Iterable[str]) -> Diagnostic | None:
         where = fold(reached) or "the end of the model"
@@ -136,15 +129,14 @@ class Causes:
         given = set(outputs)
         upto = call.last_op if given else call.first_op
         given = given or {n for n in call.arguments if n in self.trace.floating}
-        products: Set[str] = self.products
         ends = {
             n: other.path
             for other in self.trace.calls
             if other.index != call.index
-            and (other.path in products or self._style(other.path).vocabulary)
+            and (other.path in self.products or self._style(other.path).vocabulary)
             for n in other.outputs
         }
-        return [p for p in nearest(self.trace, given, upto, ends) if p in products]
+        return [p for p in nearest(self.trace, given, upto, ends) if p in self.products]
 
     def _about(self, paths: list[str], message: str, hint: str) -> Diagnostic | None:
         """At the rule of the first of them, of all that it speaks of."""

@@ -304,17 +304,27 @@ def _heads_of(shape: tuple[int, ...], width: int, deeper: int) -> tuple[int, ...
     return shape[-count:] if product == width and count > 1 else ()
 
 
-def sources(trace: Trace, call: Call, styles: Mapping[str, Style]) -> list[str]:
-    """The column-parallel layers whose outputs reach the input of a call, as it was traced."""
+def sources(
+    trace: Trace, call: Call, styles: Mapping[str, Style], given_out: bool = False
+) -> list[str]:
+    """The column-parallel layers whose outputs reach the input of a call, as it was traced.
+
+    Args:
+        given_out: what reaches the outputs of the call instead.
+    """
     ends = {
         number: other.path
         for other in trace.calls
         if (style := styles.get(other.path, NONE)).columns or style.sums
-        if other.index != call.index
+        if given_out or other.index != call.index
         for number in other.outputs
     }
-    given = {n for n in call.arguments if n in trace.floating}
-    return [p for p in nearest(trace, given, call.first_op, ends) if styles[p].columns]
+    if given_out:
+        made = nearest(trace, call.outputs, call.last_op, ends)
+    else:
+        given = {n for n in call.arguments if n in trace.floating}
+        made = nearest(trace, given, call.first_op, ends)
+    return [path for path in made if styles[path].columns]
 
 
 def nearest(trace: Trace, numbers: Iterable[int], upto: int, ends: Mapping[int, str]) -> list[str]:

@@ -40,8 +40,8 @@ _TO_IT = frozenset(
 )
 
 
-class Table(Lowered):
-    """Holds rows of a vocabulary, which other modules' code reads while the model runs."""
+class Lent(Lowered):
+    """Holds parameters that other modules' code reads while the model runs; these are whole."""
 
     def __getattr__(self, name: str) -> Any:
         held = super().__getattr__(name)
@@ -50,25 +50,23 @@ class Table(Lowered):
             return held
         if held.device_mesh != state.transition.group.mesh or state.alone:
             return held  # the user's, who reads a DTensor
+        return self._lend(name, held)
+
+    def _lend(self, name: str, held: DTensor) -> torch.Tensor:
+        """What others compute with: what the module itself does."""
+        return self._locals()[self._tpplan.own.names.index(name)]
+
+
+class Table(Lent):
+    """Holds rows of a vocabulary."""
+
+    def _lend(self, name: str, held: DTensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return held.full_tensor()
         read = compat.dtensor(compat.local_of(held), compat.spec_of(held), Read)
         read._tpplan_table, read._tpplan_held = self, held  # type: ignore[attr-defined]
         read._tpplan_name, read._is_param = name, True  # type: ignore[attr-defined]
         return read
-
-
-class Lent(Lowered):
-    """Holds whole parameters that other modules' code computes with, as with its own."""
-
-    def __getattr__(self, name: str) -> Any:
-        held = super().__getattr__(name)
-        state = vars(self).get("_tpplan")
-        if state is None or name not in state.own.names or not isinstance(held, DTensor):
-            return held
-        if held.device_mesh != state.transition.group.mesh or state.alone:
-            return held  # the user's, who reads a DTensor
-        return self._locals()[state.own.names.index(name)]
 
 
 def _of_held(name: str) -> Any:
