@@ -42,11 +42,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of tp 2 and 4 in both modes, a test that has all four takes one, or rests.
 
     Such tests take most of the suite's time, and what they prove in one combination rarely fails
-    in another. Each goes through all four in four days (see tests/thorough.py), and so does one of
-    two at a time; of a matrix of such tests one of four. Tests on ranks in both modes go likewise.
+    in another. Each goes through all four in four days (see tests/thorough.py), while the others
+    of a group of four rest; of a matrix of such tests seven of eight rest. Tests on ranks in both
+    modes go likewise, and of those that are slow by themselves one of four is run.
     """
     if THOROUGH:
         return
+    left = _resting(items) | _slow_ones_resting(items)
+    items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=list(left))
+
+
+def _slow_ones_resting(items: list[pytest.Item]) -> set[pytest.Item]:
+    slow = [item for item in items if item.get_closest_marker("slow") and not _count(item)]
+    return {item for i, item in enumerate(slow) if len(slow) > 1 and turn(i) != 0}
+
+
+def _resting(items: list[pytest.Item]) -> set[pytest.Item]:
     tests: dict[Any, list[pytest.Item]] = {}
     for item in items:
         if _count(item):
@@ -56,14 +68,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = set()
     for ways in tests.values():
         count = _count(ways[0])
-        taken, offset = turn(offsets.randrange(4), count), offsets.randrange(4)
+        taken, offset = turn(offsets.randrange(4), count), offsets.randrange(8)
         if len(ways) < count:
             continue  # someone asks for them by name
-        groups = 4 if ways[0].get_closest_marker("matrix") is not None else 2
+        groups = 8 if ways[0].get_closest_marker("matrix") is not None else 4
         rests = len(tests) > 1 and turn(offset, groups, days=4) != 0
         left |= {item for item in ways if rests or _combination(item) != taken}
-    items[:] = [item for item in items if item not in left]
-    config.hook.pytest_deselected(items=list(left))
+    return left
 
 
 def _count(item: Any) -> int:

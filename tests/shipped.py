@@ -35,18 +35,12 @@ def listed() -> list[str]:
     return [label for label in zoo.makers() if class_of(label) in plans()]
 
 
-def one_in_two() -> list[str]:
-    """Of the models of every plan each second one, the others the next day; at least one."""
-    of: dict[str, list[str]] = {}
-    for label in listed():
-        of.setdefault(plans()[class_of(label)].name, []).append(label)
-    return [label for labels in of.values() for label in labels[turn(0, 2) :: 2] or labels]
-
-
-def in_turn(labels: list[str]) -> list[tuple[str, int, bool]]:
-    """Model, tp, sequence parallelism: one of the four ways for each, or all of them."""
-    chosen = []
-    for index, label in enumerate(labels):
-        ways = WAYS if EVERYTHING else [WAYS[turn(index, len(WAYS))]]
-        chosen += [(label, tp, sp) for tp, sp in ways]
-    return chosen
+def in_turn(labels: list[str], share: int) -> list[tuple[str, int, bool]]:
+    """Model, tp, sequence parallelism: all ways of all, or one way of one model in ``share``."""
+    if EVERYTHING:
+        return [(label, tp, sp) for label in labels for tp, sp in WAYS]
+    return [
+        (label, *WAYS[turn(index // share, len(WAYS), days=share)])
+        for index, label in enumerate(labels)
+        if turn(index, share) == 0
+    ]

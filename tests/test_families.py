@@ -47,6 +47,7 @@ def built(name: str) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @MODES
 @pytest.mark.parametrize("name", MODELS)
 def test_proved(name: str, sp: bool) -> None:

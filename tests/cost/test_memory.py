@@ -133,6 +133,7 @@ def recompute(model: nn.Module) -> None:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sp", "again"), WAYS)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_what_is_predicted_is_allocated(name: str, sp: bool, again: bool) -> None:

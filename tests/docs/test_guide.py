@@ -75,6 +75,7 @@ def test_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
             printed(after.text if shows else "", out)
 
 
+@pytest.mark.slow
 def test_training(folder: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     paths = os.pathsep.join([str(ROOT), str(folder)])

@@ -43,6 +43,7 @@ def reasons(compiler: ProcessPoolExecutor, job: Job, target: str) -> list[str]:
     return aot.judge(job, compiler.submit(aot.examine, job, target).result(), aligned=True)
 
 
+@pytest.mark.slow
 def test_the_command_passes(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "benchmarks.aot", "--targets", "sm_90"]

@@ -48,6 +48,7 @@ def test_what_ranks_can_do_is_accepted(make: Any, sp: bool) -> None:
 
 
 # a rank has at least 8 / tp positions: more than any less, whatever the length
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tp", "most"), [(tp, most) for tp in (2, 4) for most in range(8 // tp, 15)]
 )

@@ -145,6 +145,7 @@ def test_companions(report: Report) -> None:
     assert "nothing to compare" in render_html(report, ())
 
 
+@pytest.mark.slow
 def test_equal_layers_are_one_row(large: Report) -> None:
     text = large.to_html()
     assert len(text.encode()) < 200_000

@@ -141,6 +141,7 @@ def test_no_collective_more(ranks: Ranks, sp: bool) -> None:
         assert with_kernels == without
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sp"), [("llama", True), ("gpt2", False)])
 def test_one_graph(ranks: Ranks, name: str, sp: bool) -> None:
     assert not beyond(ranks.run(2, compile_job, name, sp, device=DEVICE))

@@ -173,6 +173,7 @@ def test_eager(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run(2, eager_job, sp), 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(ranks: Ranks, name: str) -> None:
     assert not beyond(ranks.run(2, compiled_job, True, name), 1e-9)

@@ -457,6 +457,7 @@ FSDP = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sp", "reshard", "syncs"), FSDP)
 def test_fsdp(ranks: Ranks, sp: bool, reshard: bool, syncs: bool) -> None:
     assert not beyond(ranks.run("2x2", fsdp_job, sp, reshard, syncs))

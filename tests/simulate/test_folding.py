@@ -59,6 +59,7 @@ IN_TURN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sp"), IN_TURN)
 def test_as_if_all_were_executed(kind: str, sp: bool) -> None:
     model = zoo.tiny(kind, **DEEP[kind])
@@ -112,6 +113,7 @@ def test_a_rule_for_one_layer_is_no_repetition() -> None:
     assert report.counts("forward")["reduce_scatter"] == 2 * 9
 
 
+@pytest.mark.slow
 def test_what_cannot_be_seen_to_repeat_is_executed() -> None:
     """A model that reads all of its layers by their number runs whole."""
 
@@ -127,6 +129,7 @@ def test_what_cannot_be_seen_to_repeat_is_executed() -> None:
     assert_equal(report, tpplan.dry_run(GPT(layers=9), "gpt.yaml", 2, 1, 8))
 
 
+@pytest.mark.slow
 def test_a_large_model_in_little_time_and_memory() -> None:
     """Llama-3.1-405B: its shape, not its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
