@@ -101,6 +101,19 @@ class Element:
 
 
 @dataclass(frozen=True)
+class Summed:
+    """What a module that multiplies by its own cut parameters gives a part of.
+
+    Attributes:
+        outputs: where, in what it gives, each rank has a part of the sum.
+        added: parameters of its own that it adds to the sum: once, not on every rank.
+    """
+
+    outputs: tuple[Place, ...]
+    added: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Detour:
     """What a replicated module in the stack, which needs the whole sequence, takes and gives.
 
@@ -147,6 +160,7 @@ class ModulePlan:
         head_inputs: arguments of which each rank takes its heads: (argument, dimension).
         heads: how many there are on all ranks.
         detour: of a replicated module that runs on the whole sequence.
+        summed: of a module that multiplies by its own cut parameters.
         container: whether the stream passes through it in its global form.
         draws: what it draws random numbers for in training (dropout), None where it draws none.
         read: whether other modules' code computes with its parameters (a vocabulary's table, say).
@@ -172,6 +186,7 @@ class ModulePlan:
     head_inputs: tuple[tuple[Argument, int], ...] = ()
     heads: int = 0
     detour: Detour | None = None
+    summed: Summed | None = None
     container: bool = False
     draws: DrawnFor | None = None
     read: bool = False

@@ -58,7 +58,8 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
     "GPTJ": (lambda: hf("GPTJ", rotary_dim=4), {"extends": "gptj.yaml"}),
     "Bloom": (lambda: hf("Bloom"), {"extends": "bloom.yaml"}),
     "Doge": (lambda: hf("Doge"), {"extends": "doge.yaml"}),
-    "convolutions": (lambda: uses.Decoder("convolution"), plan_of(uses.EINSUM_RULES)),
+    "convolutions": (lambda: uses.Decoder("convolution"), plan_of(uses.WHOLE_RULES)),
+    "einsum attention": (lambda: uses.Decoder("einsum"), plan_of(uses.EINSUM_RULES)),
     "torch's attention": (Torch, plan_of(TORCH_RULES)),
 }
 

@@ -24,7 +24,8 @@ VALUES = {
         "{parts: [q], repeat: 2}",
         "{parts: [q], repeat: n}",
     ],
-    Kind.EXPRESSIONS: ["{n: heads, m: 3, k: heads * (head_dim + 1)}"],
+    Kind.EXPRESSIONS: ["{n: heads, m: 3, k: heads * (head_dim + 1), sizes.0: heads}"],
+    Kind.DIMENSION: ["0", "-2"],
     Kind.DIMENSIONS: ["{alibi: 0, bias: -1}"],
 }
 RULES = [

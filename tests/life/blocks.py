@@ -268,6 +268,45 @@ class Gains(MLP):
         return y.relu() * self.gain
 
 
+class BareAttention(Quiet):
+    """Weights with a dimension for the heads, and a second result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.empty(3, WIDTH // HEAD, HEAD, WIDTH))
+        self.out = nn.Parameter(torch.empty(WIDTH // HEAD, HEAD, WIDTH))
+        self.scale, self.shift = (nn.Parameter(torch.empty(n)) for n in (HEAD, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        q, k, v = torch.einsum("btc,nhdc->nbhtd", x, self.qkv)
+        y = attend(q * self.scale, k, v).unflatten(-1, (-1, HEAD))
+        return torch.einsum("bthd,hdc->btc", y, self.out) + self.shift, None
+
+
+class BareMLP(Quiet):
+    """Gate and up in one weight, products by ``@`` and ``F.linear``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.bias = (nn.Parameter(torch.empty(2 * INNER, *n)) for n in ((WIDTH,), ()))
+        self.narrow, self.shift = (nn.Parameter(torch.empty(*n, WIDTH)) for n in ((INNER,), ()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(x, self.wide, self.bias).chunk(2, -1)
+        return (gate.sigmoid() * up) @ self.narrow + self.shift
+
+
+class BareLayer(Layer):
+    """Attention and an MLP without a projection."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.attn, self.mlp = BareAttention(), BareMLP()
+
+    def inside(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        return self.mlp(x + self.attn(x)[0])
+
+
 class AcrossHeads(MLP):
     """A number for each head that comes of all heads."""
 
@@ -455,6 +494,17 @@ BLOCKS: Mapping[str, Block] = {
     ),
     "a module for each head": _mlp(ForEachHead, norms="colwise"),
     "bare parameter": _mlp(Gains, gain="colwise"),
+    "bare matrices": Block(
+        lambda: Stack(BareLayer),
+        {
+            "layers.*.attn.qkv": {"style": "colwise", "dim": 1},
+            "layers.*.attn.out": {"style": "rowwise", "dim": 0},
+            "layers.*.attn.{scale,shift}": "replicate",
+            "layers.*.mlp.{wide,bias}": {"style": "colwise", "packed": ["gate", "up"]},
+            "layers.*.mlp.narrow": {"style": "rowwise", "dim": -2},
+        },
+        (FIRST, f"{FIRST}.attn", f"{FIRST}.mlp"),
+    ),
     "a number for each head": _mlp(AcrossHeads, mix={"style": "rowwise", "output": "shard"}),
 }
 

@@ -60,6 +60,17 @@ text_model.final_layer_norm: sequence_parallel
 vision_model.embeddings.{patch,position}_embedding: replicate
 "{text,visual}_projection": replicate
 """
+SWIN_RULES = """
+encoder.layers.*.blocks.*.attention.[qkv]_proj: colwise
+"**.relative_position_bias_table": {style: colwise, dim: 1}
+encoder.layers.*.blocks.*.attention.o_proj: rowwise
+encoder.layers.*.blocks.*.mlp.fc1: colwise
+encoder.layers.*.blocks.*.mlp.fc2: rowwise
+encoder.layers.*.blocks.*.layernorm_{before,after}: sequence_parallel
+encoder.layers.*.downsample: replicate
+embeddings: replicate
+layernorm: replicate
+"""
 LLAVA_RULES = """
 model.language_model.embed_tokens: {style: vocab, output: gather}
 model.language_model.layers.*.{input,post_attention}_layernorm: sequence_parallel
@@ -90,6 +101,13 @@ def llava() -> Any:
         image_seq_length=IMAGE_LENGTH,
     )
     return transformers.LlavaForConditionalGeneration(config)
+
+
+def swin() -> Any:
+    """Windows of an image, two stages, a bias for each head from a table [distances, heads]."""
+    sizes = {"image_size": IMAGE, "patch_size": 2, "window_size": 4, "embed_dim": 16}
+    config = transformers.SwinConfig(**sizes, depths=[2, 2], num_heads=[4, 8], drop_path_rate=0.0)
+    return transformers.SwinModel(config)
 
 
 def llama_classifier() -> Any:

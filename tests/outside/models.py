@@ -108,6 +108,10 @@ def _image(batch: int, length: int, seed: int) -> Call:
     return {"x": images_of(batch, seed)}
 
 
+def _pixels(batch: int, length: int, seed: int) -> Call:
+    return {"pixel_values": images_of(batch, seed)}
+
+
 def _captioned(batch: int, length: int, seed: int) -> Call:
     ids = ids_of(batch, length, seed)
     ids[:, -1] = library.END
@@ -173,8 +177,9 @@ MODELS: Mapping[str, Outside] = {
     "called by keyword": Outside(
         lambda: uses.Decoder("attention"), plan_of(uses.KEYWORD_RULES), _IDS
     ),
-    "einsum attention": Outside(
-        lambda: uses.Decoder("einsum"), plan_of(uses.EINSUM_RULES), _IDS, sharded=False
+    "einsum attention": Outside(lambda: uses.Decoder("einsum"), plan_of(uses.EINSUM_RULES), _IDS),
+    "einsum attention, whole": Outside(
+        lambda: uses.Decoder("einsum"), plan_of(uses.WHOLE_RULES), _IDS, sharded=False
     ),
     "convolutions, a value": Outside(
         lambda: uses.Valued("convolution"), plan_of(uses.MIXER_RULES), _IDS
@@ -192,5 +197,10 @@ REFUSED: Mapping[str, Refused] = {
         Outside(_sentence_encoder, plan_of(sentence.RULES, layers=sentence.LAYERS), _sentences),
         sequence_parallel=True,
         message="combines the sequence-sharded stream with a whole tensor",
+    ),
+    "Swin": Refused(
+        Outside(library.swin, plan_of(library.SWIN_RULES), _pixels),
+        sequence_parallel=True,
+        message="is not known to keep positions apart",
     ),
 }

@@ -26,7 +26,11 @@ MIXER_RULES = (
     _MLP + "layers.*.norm1: sequence_parallel\nembed: vocab\nhead: vocab\nvalue: replicate\n"
     "layers.*.attn: {style: replicate, input: gather}\n"
 )
-EINSUM_RULES = MIXER_RULES.replace("value: replicate\n", "")
+WHOLE_RULES = MIXER_RULES.replace("value: replicate\n", "")
+EINSUM_RULES = WHOLE_RULES.replace(
+    "layers.*.attn: {style: replicate, input: gather}\n",
+    "layers.*.attn.qkv: {style: colwise, dim: 1}\nlayers.*.attn.out: {style: rowwise, dim: 0}\n",
+)
 
 
 class Attention(nn.Module):

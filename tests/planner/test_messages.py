@@ -37,6 +37,7 @@ def written(rules: Any) -> str:
 
 
 INPUT = stream(dtype=torch.float32)
+IDS = {"ids": ids_of(2, 8, 1)}
 
 
 def said(model: nn.Module, rules: Any, inputs: Any = INPUT, sp: bool = False) -> list[Diagnostic]:
@@ -279,14 +280,88 @@ SITUATIONS: dict[str, Case] = {
     ),
     "bare parameters, once for a rule": (
         lambda: uses.Decoder("einsum"),
-        uses.EINSUM_RULES.replace(
+        uses.WHOLE_RULES.replace(
             "layers.*.attn: {style: replicate, input: gather}", "layers.*.attn.{qkv,out}: colwise"
         ),
-        {"ids": ids_of(2, 8, 1)},
+        IDS,
         False,
         "attn.{qkv,out}",
-        "layers.*.attn.qkv (2 of them), layers.*.attn.out (2 of them): colwise: is used outside",
+        "layers.*.attn.qkv (2 of them): colwise: tp 2 does not divide the 3 of its dimension 0",
+        "tp may be 1, 3",
+    ),
+    "a bare parameter that nothing is multiplied by first": (
+        lambda: uses.Decoder("einsum"),
+        uses.EINSUM_RULES.replace("{style: colwise, dim: 1}", "replicate"),
+        IDS,
+        False,
+        "attn.out",
+        "layers.*.attn.out (2 of them): rowwise: is used outside a sharded region",
         "make it replicate",
+    ),
+    "a sum over a dimension that nobody knows": (
+        lambda: uses.Decoder("einsum"),
+        uses.EINSUM_RULES.replace("{style: rowwise, dim: 0}", "rowwise"),
+        IDS,
+        False,
+        "attn.out",
+        "layers.*.attn.out (2 of them): rowwise: which dimension of (4, 8, 32) is summed over?",
+        "state it with 'dim:'",
+    ),
+    "a dimension that is not there": (
+        lambda: uses.Decoder("einsum"),
+        uses.EINSUM_RULES.replace("dim: 0", "dim: 3"),
+        IDS,
+        False,
+        "attn.out",
+        "layers.*.attn.out (2 of them): rowwise: its shape (4, 8, 32) has no dimension 3",
+        "state one of these with 'dim:'",
+    ),
+    "bare columns that nothing sums": (
+        lambda: uses.Decoder("einsum"),
+        uses.EINSUM_RULES.replace("{style: rowwise, dim: 0}", "replicate"),
+        IDS,
+        False,
+        "attn.qkv",
+        "layers.*.attn (2 of them): colwise: its columns reach layers.*.up, head, and nothing",
+        "end its region with a rowwise layer; 3 more complaints follow from it",
+    ),
+    "a bare parameter cut along something else": (
+        lambda: uses.Decoder("einsum"),
+        uses.EINSUM_RULES.replace("dim: 1", "dim: 2"),
+        IDS,
+        False,
+        "attn.qkv",
+        "layers.*.attn: on rank 0 of 2 it fails: RuntimeError: einsum(): subscript h",
+        "state with 'dim:' which dimension of each parameter has the heads or columns that "
+        "this code keeps apart; it may take sizes from parameters and attributes, not its input",
+    ),
+    "parts that a bare parameter does not have": (
+        lambda: uses.Decoder("einsum"),
+        uses.EINSUM_RULES.replace("dim: 1", "dim: 1, packed: [q, k]"),
+        IDS,
+        False,
+        "attn.qkv",
+        "layers.*.attn: on rank 1 of 2 it gives parts that do not sum up to what the whole model",
+        "state with 'dim:' which dimension of each parameter has the heads or columns that "
+        "this code keeps apart; it may take sizes from parameters and attributes, not its input",
+    ),
+    "a bare parameter's rule with an option of modules": (
+        lambda: uses.Decoder("einsum"),
+        uses.EINSUM_RULES.replace("dim: 0", "dim: 0, reduce: separate"),
+        IDS,
+        False,
+        "attn.out",
+        "layers.*.attn.out (2 of them): rowwise: 'reduce' says nothing of a bare parameter",
+        "leave it out",
+    ),
+    "a dimension of a module": (
+        lambda: uses.Decoder("einsum"),
+        uses.EINSUM_RULES.replace("up: colwise", "up: {style: colwise, dim: 0}"),
+        IDS,
+        False,
+        "layers.*.up",
+        "layers.*.up (2 of them): colwise: 'dim' is for bare parameters",
+        "leave it out: of a module it follows from what it computes",
     ),
     "layers that are only held": (
         lambda: Stack(lambda _: Layer()),

@@ -22,7 +22,7 @@ SCHEMA_FILE = Path(__file__).with_name("schema.json")
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _NAME = {"type": "string", "minLength": 1}
 _IDENTIFIER = {"type": "string", "pattern": "^[^\\W\\d]\\w*$"}
-_DOTTED = {"type": "string", "pattern": "^[^\\W\\d]\\w*(\\.[^\\W\\d]\\w*)*$"}
+_DOTTED = {"type": "string", "pattern": "^[^\\W\\d]\\w*(\\.\\w+)*$"}
 _EXPRESSION = {"type": "string", "pattern": "^[A-Za-z0-9_+\\-*/%() ]+$", "maxLength": 200}
 _POSITIVE = {"type": "integer", "minimum": 1}
 _PATTERN = {"type": "string", "minLength": 1, "maxLength": 1000}
@@ -50,6 +50,7 @@ _KINDS: Mapping[Kind, Mapping[str, Any]] = {
         "additionalProperties": {"anyOf": [{"type": "integer"}, _EXPRESSION]},
         "minProperties": 1,
     },
+    Kind.DIMENSION: {"type": "integer"},
     Kind.DIMENSIONS: {
         "type": "object",
         "propertyNames": _IDENTIFIER,

@@ -21,6 +21,7 @@ class Kind(enum.Enum):
     NAMES = "a list of names"
     PACKED = "a list of names, or a mapping with 'parts' and 'repeat'"
     EXPRESSIONS = "a mapping from attribute names to expressions"
+    DIMENSION = "a dimension: a whole number"
     DIMENSIONS = "a mapping from argument names to dimensions"
 
 
@@ -42,6 +43,7 @@ class Words:
 
 
 _TRANSPOSED = Option(Kind.FLAG, "the weight is stored (in, out), as in Conv1D")
+_DIM = Option(Kind.DIMENSION, "of a bare parameter: the dimension that is cut")
 
 STYLES: dict[str, Words] = {
     "colwise": Words(
@@ -49,12 +51,14 @@ STYLES: dict[str, Words] = {
         {
             "packed": Option(Kind.PACKED, "the parts that share the weight, in order"),
             "transposed": _TRANSPOSED,
+            "dim": _DIM,
         },
     ),
     "rowwise": Words(
         "shard the inputs, reduce the outputs",
         {
             "transposed": _TRANSPOSED,
+            "dim": _DIM,
             "reduce": Option(
                 Kind.CHOICE,
                 "reduce with the other row-parallel layers whose outputs the model adds, or alone",

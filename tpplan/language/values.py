@@ -173,6 +173,7 @@ class Values(Reporter):
             Kind.NAMES: lambda: self.names(node, what),
             Kind.PACKED: lambda: self.packed(node, what),
             Kind.EXPRESSIONS: lambda: self.by_identifier(node, what, option, self.expression),
+            Kind.DIMENSION: lambda: self.whole(node, what),
             Kind.DIMENSIONS: lambda: self.by_identifier(node, what, option, self.whole),
         }
         return readers[option.kind]()

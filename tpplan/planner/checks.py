@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from tpplan.layout import MisfitError
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
 from tpplan.planner.match import fold, folded, nearly
@@ -21,10 +22,12 @@ UNMENTIONED_SHARE = 0.01
 
 def check_modules(model: nn.Module, tp: int, complaints: Complaints) -> None:
     """Styles against the modules they sit on."""
-    refused, hidden = {}, {}
+    refused, hidden, dims = {}, {}, {}
     for path, rule in complaints.matches.modules.items():
         module = model.get_submodule(path)
         complaint = named(rule.style).complaint(module, tp)
+        if "dim" in rule.options:
+            dims[path] = f"{rule.style}: 'dim' is for bare parameters"
         if complaint is not None:
             refused[path] = f"{rule.style}: {complaint}"
         elif "forward" in vars(module):
@@ -32,15 +35,34 @@ def check_modules(model: nn.Module, tp: int, complaints: Complaints) -> None:
     other = f"give it another style, or modules inside of it this one; {REPLICATE.name} suits all"
     complaints.by_rule(refused, other)
     complaints.by_rule(hidden, "define it on the class")
-    for rule in complaints.matches.parameters.values():
-        if named(rule.style).bare is None:
+    complaints.by_rule(dims, "leave it out: of a module it follows from what it computes")
+    _check_bare(model, tp, complaints)
+    if any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters()):
+        message = "the model already holds DTensor parameters"
+        complaints.say(message, hint="parallelize a model once, and before FSDP")
+
+
+def _check_bare(model: nn.Module, tp: int, complaints: Complaints) -> None:
+    """Rules for bare parameters."""
+    misfits: dict[tuple[str, str], list[str]] = {}
+    for name, rule in complaints.matches.parameters.items():
+        style = named(rule.style)
+        if style.bare is None:
             known = ", ".join(f"'{style}'" for style in those_with("bare"))
             message = f"a bare parameter can be one of {known}, not '{rule.style}'"
             hint = f"{COLWISE.name} cuts its first dimension, {REPLICATE.name} leaves it whole"
             complaints.say(message, rule.position, hint)
-    if any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters()):
-        message = "the model already holds DTensor parameters"
-        complaints.say(message, hint="parallelize a model once, and before FSDP")
+            continue
+        for option in sorted(rule.options.keys() - style.bare):
+            message = f"{rule.style}: '{option}' says nothing of a bare parameter"
+            misfits.setdefault((message, "leave it out"), []).append(name)
+        try:
+            style.place(model.get_parameter(name), rule, tp)
+        except MisfitError as error:
+            message, hint = error.args
+            misfits.setdefault((f"{rule.style}: {message}", hint), []).append(name)
+    for (message, hint), names in misfits.items():
+        complaints.about(complaints.matches.parameters[names[0]], names, message, hint)
 
 
 def check_unmentioned(
@@ -82,7 +104,8 @@ def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> N
     twice = {}
     for path, makers in flow.twice.items():
         style = complaints.matches.modules[path].style
-        twice[path] = f"{style}: its input is already sharded, by {fold(makers)}"
+        by = f", by {fold(makers)}" if makers else ""
+        twice[path] = f"{style}: its input is already sharded{by}"
     hint = f"make this layer {ROWWISE.name}, or what sharded its input {REPLICATE.name}"
     complaints.by_rule(twice, hint)
     if flow.unreduced and not flow.unsharded:

@@ -7,13 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from tpplan.compat import FakeTensorMode, NeedsValuesError
-from tpplan.compiled import (
-    CompiledPlan,
-)
-from tpplan.language import Diagnostic, Plan, PlanError, Position
+from tpplan.compiled import CompiledPlan
+from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.probe import probe_modules
@@ -22,6 +19,7 @@ from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.twins import DROPOUT, same_randomness
 from tpplan.planner import checks, infer, stacks
+from tpplan.planner.bare import bare_regions
 from tpplan.planner.causes import Causes, led
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.kernels import implementations
@@ -33,8 +31,10 @@ from tpplan.planner.sizes import Sizes
 from tpplan.planner.stops import WITHOUT_NUMBERS, Stop, kind_of, place_of, stopped_at
 from tpplan.planner.together import reduced_together
 from tpplan.planner.walk import Walk
-from tpplan.styles import named
+from tpplan.styles import NONE, named
+from tpplan.styles.colwise import COLWISE
 from tpplan.styles.replicate import REPLICATE
+from tpplan.styles.rowwise import ROWWISE
 
 
 def compile_plan(
@@ -117,11 +117,16 @@ class _Compiler(Outcome):
             path: frozenset(rule.options.get("gather") or ())  # type: ignore[call-overload]
             for path, rule in self.matches.modules.items()
         }
+        self.cut = self.cut_by_own_rules()
+        cut = {name: named(rule.style) for name, rule in self.cut.items()}
+        cut = {name: style for name, style in cut.items() if style.columns or style.sums}
+        self.bare = bare_regions(self.trace, cut, self.styles)
+        summing = {path for path, region in self.bare.items() if region.summed is not None}
         self.boundaries = infer.find_boundaries(
-            self.trace, self.sizes.columns, self.multihead, heads, gathers
+            self.trace, self.sizes.columns, self.multihead, heads, gathers, self.bare
         )
         self.elements = infer.find_elements(
-            self.trace, self.styles, self.plan.layers, self.boundaries, self.multihead
+            self.trace, self.styles, self.plan.layers, self.boundaries, self.multihead, summing
         )
         self.together = reduced_together(
             (self.trace, drawing), self.matches.modules, self.elements, self.complaints
@@ -143,6 +148,8 @@ class _Compiler(Outcome):
             self.elements,
             {path for path, finding in self.probed.items() if not finding.mixes},
             self.plan.sequence_dim,
+            self.bare,
+            cut.keys(),
         )
         self.flow = Walk(self.trace, *findings).run()
         self.draws = Walk(drawing, *findings, _dropouts(self.model)).run().draws
@@ -216,8 +223,12 @@ class _Compiler(Outcome):
         stacked = len(self.complaints.wrong) == said  # without a stack the stream is nowhere
         checks.check_flow(self.flow, self.sequence_parallel and stacked, self.complaints)
         self.check_torn()
-        given = (self.model, self.trace, self.matches.modules, self.styles, self.elements)
-        cause = Causes(*given).of(self.flow)
+        rules, styles = {**self.matches.modules}, {**self.styles}
+        for path, region in self.bare.items():
+            own = (rule for name, rule in self.cut.items() if name.rpartition(".")[0] == path)
+            rules[path] = next(own)
+            styles[path] = ROWWISE if region.summed else COLWISE if region.columns else NONE
+        cause = Causes(self.model, self.trace, rules, styles, self.elements).of(self.flow)
         if cause is not None:
             self.complaints.wrong[said:] = [led(cause, self.complaints.wrong[said:])]
         self.check_bare()
@@ -247,16 +258,24 @@ class _Compiler(Outcome):
         whole = f"{{style: {REPLICATE.name}, input: gather}}"
         self.complaints.by_rule(mixing | failing, f"make it {whole}, to run it on all positions")
 
+    def cut_by_own_rules(self) -> dict[str, Rule]:
+        """The rule of each parameter that is cut by one of its own, under all its names."""
+        return {
+            other: rule
+            for names in self.placing.names.values()
+            for name in names
+            if (rule := self.matches.parameters.get(name)) is not None and named(rule.style).sharded
+            for other in names
+        }
+
     def check_bare(self) -> None:
         """A parameter that is cut by a rule of its own is used in sharded regions only."""
         met = self.flow.on_stream | self.flow.elsewhere
+        aliases = {name: names for names in self.placing.names.values() for name in names}
         cut = {
             name: rule
-            for names in self.placing.names.values()
-            for name in names
-            if (rule := self.matches.parameters.get(name)) is not None
-            and isinstance(named(rule.style).bare, Shard)
-            and not met.isdisjoint(names)
+            for name, rule in self.cut.items()
+            if name in self.matches.parameters and not met.isdisjoint(aliases[name])
         }
         message = "is used outside a sharded region, where each rank has only its part of it"
         by_rule: dict[Position, list[str]] = {}

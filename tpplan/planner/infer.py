@@ -12,6 +12,7 @@ from tpplan.compiled import Boundary, Element
 from tpplan.language import Diagnostic, Pattern, PlanError, Rule
 from tpplan.observe.trace import Call, Trace, stream_input
 from tpplan.places import Argument, Place
+from tpplan.planner.bare import BareRegion
 from tpplan.planner.match import fold
 from tpplan.styles import NONE, Style, named
 
@@ -36,6 +37,7 @@ def find_boundaries(
     multihead: set[str],
     heads: set[str],
     gathers: Mapping[str, frozenset[str]],
+    bare: Mapping[str, BareRegion],
 ) -> dict[str, tuple[Boundary, ...]]:
     """Where each input of a column-parallel layer enters: module path -> boundaries.
 
@@ -48,8 +50,9 @@ def find_boundaries(
         multihead: those of torch's own attention, which project several inputs.
         heads: the paths of vocab-parallel heads, which enter on their own.
         gathers: module path -> arguments that the plan says enter there.
+        bare: the modules that compute with cut parameters of their own.
     """
-    return _Entries(trace, columns, multihead, heads, gathers).boundaries()
+    return _Entries(trace, columns, multihead, heads, gathers).boundaries(bare)
 
 
 class _Entries:
@@ -77,7 +80,10 @@ class _Entries:
         }
         self.entries: dict[tuple[str, int], tuple[tuple[Argument, ...], list[str]]] = {}
 
-    def boundaries(self) -> dict[str, tuple[Boundary, ...]]:
+    def boundaries(self, bare: Mapping[str, BareRegion]) -> dict[str, tuple[Boundary, ...]]:
+        for path, region in bare.items():
+            for number, arguments in region.entering.items():
+                self.entries[path, number] = arguments, [path]
         for call in self.trace.calls:
             if call.path in self.multihead:
                 for number, names in call.arguments.items():
@@ -150,18 +156,21 @@ def find_elements(
     layers: Pattern | None,
     boundaries: Mapping[str, tuple[Boundary, ...]],
     multihead: Set[str],
+    summing: Set[str],
 ) -> dict[str, Element]:
     """The elements of the layer stack: where row-parallel layers sit, or what ``layers`` names.
 
     Args:
         multihead: torch's own attention; in a stack of nothing else it is what is row-parallel.
+        summing: modules that are row-parallel by parameters of their own.
     """
     entering = {boundary.number for found in boundaries.values() for boundary in found}
     called = {call.path: call for call in reversed(trace.calls)}
     if layers is not None:
         paths = [path for path in called if layers.matches(path)]
     else:
-        rows = [path for path, style in styles.items() if style.sums] or sorted(multihead)
+        rows = [path for path, style in styles.items() if style.sums] + sorted(summing)
+        rows = rows or sorted(multihead)
         paths = list(dict.fromkeys(_called_in(_stacked(path), path, called) for path in rows))
     elements = {}
     for path in paths:

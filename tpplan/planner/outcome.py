@@ -24,6 +24,7 @@ from tpplan.observe.probe import Finding
 from tpplan.observe.trace import Trace
 from tpplan.places import Argument
 from tpplan.planner import infer
+from tpplan.planner.bare import BareRegion
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
 from tpplan.planner.kernels import choose
@@ -39,6 +40,7 @@ class Outcome:
     Attributes:
         multihead: the modules that are regions by themselves.
         draws: module path -> what its random numbers are for.
+        bare: the modules that compute with cut parameters of their own.
         read: the parameters that code of other modules reads.
     """
 
@@ -55,6 +57,7 @@ class Outcome:
     kernels: Mapping[str, str]
     trace: Trace
     flow: Flow
+    bare: Mapping[str, BareRegion]
     boundaries: Mapping[str, tuple[Boundary, ...]]
     elements: Mapping[str, Element]
     together: Mapping[str, tuple[str, ...]]
@@ -155,6 +158,7 @@ class Outcome:
                 together=self.together.get(path, ()),
                 head_inputs=self.sizes.head_inputs.get(path, ()),
                 heads=self.heads_of(path),
+                summed=self.bare[path].summed if path in self.bare else None,
                 detour=self.flow.detours.get(path) if self.sequence_parallel else None,
                 container=path in containers,
                 draws=self.drawn(path),

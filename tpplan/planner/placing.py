@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.language import Diagnostic, Position, Rule
@@ -101,7 +100,8 @@ class Placing:
         """Where a parameter goes, by any of its names."""
         own = self.matches.parameters.get(parameter)
         if own is not None:
-            return named(own.style).bare or Replicate()
+            held = self.model.get_parameter(parameter)
+            return named(own.style).place(held, own, self.sizes.tp)
         owner, leaf = self.owner(parameter), parameter.rpartition(".")[2]
         return self.placement_by(self.style_of(owner), owner, leaf)
 

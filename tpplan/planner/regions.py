@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
 
 from tpplan.observe.shadow import padded, shortened
 from tpplan.planner.attributes import named_in_code
@@ -71,7 +70,7 @@ class Regions:
     def _failure(self, calls: Sequence[Call]) -> Failure | None:
         found = self.found
         plans, parameters = found.module_plans(), found.matches.parameters
-        bare = {n: r for n, r in parameters.items() if isinstance(named(r.style).bare, Shard)}
+        bare = {n: r for n, r in parameters.items() if named(r.style).sharded}
         columns = found.sizes.columns | found.multihead
         cut = (found.sizes.layouts, columns, bare, found.placing.lists)
         tried = (prove(found.model, plans, *cut, found.tp, call) for call in calls)
@@ -150,7 +149,8 @@ class Regions:
                 for name, value in named_in_code(module).items():
                     if name in self.found.sizes.attributes.get(path, {}):
                         continue
-                    for what, (whole, local) in sizes.items():
+                    heads = dict(self._dividing(region, value))
+                    for what, (whole, local) in {**sizes, **heads}.items():
                         if value == whole != local:
                             key = path.removeprefix(region), name, what
                             made.setdefault(key, {})[path] = (whole, local)
@@ -160,6 +160,24 @@ class Regions:
             if change not in different:
                 different.append(change)
         return different
+
+    def _dividing(self, region: str, value: int) -> Iterator[tuple[str, tuple[int, int]]]:
+        """A number that may count the heads in a bare parameter, of which a trace shows none."""
+        tp = self.found.tp
+        if value > 1 and value % tp == 0:
+            for leaf, (whole, _) in self._cut_sizes(region):
+                if whole % value == 0:
+                    yield f"of {leaf}", (value, value // tp)
+
+    def _cut_sizes(self, region: str) -> Iterator[tuple[str, tuple[int, int]]]:
+        """How much of each cut parameter of a region's own the model has, and a rank."""
+        for leaf in self.found.model.get_submodule(region)._parameters:
+            name = f"{region}.{leaf}".lstrip(".")
+            if region in self.found.bare and name in self.found.matches.parameters:
+                plan = self.found.parameter_plan((name,))
+                for whole, own in zip(plan.shape, plan.local_shape, strict=True):
+                    if whole != own:
+                        yield leaf, (whole, own)
 
     def _sizes(self, region: str) -> Iterator[tuple[str, tuple[int, int]]]:
         """Numbers of heads and columns in a region: what -> the model's, and a rank's."""
@@ -177,6 +195,7 @@ class Regions:
                 if whole.keys() >= {count, "head_dim"}:
                     width = whole["head_dim"]
                     yield f"{count} * head_dim", (whole[count] * width, own[count] * width)
+        yield from self._cut_sizes(region)
         for path in inner:
             outputs, rows = geometry.outputs(path), found.sizes.layouts.get(path)
             yield path.removeprefix(region), (outputs, rows.length() if rows else outputs // tp)

@@ -10,9 +10,9 @@ run: with that, and the weights cut alike, the sum over the ranks is the whole m
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,16 +21,16 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import unfused
-from tpplan.compiled import Element, ModulePlan
+from tpplan.compiled import Element, ModulePlan, Summed
 from tpplan.language import Position, Rule
 from tpplan.layout import Rows
 from tpplan.observe.likeness import identity, shared_tensors
-from tpplan.places import taken, with_at
-from tpplan.planner.attributes import assign
+from tpplan.places import at, taken, with_at
 from tpplan.planner.match import folded
+from tpplan.planner.rank_part import as_rank
 from tpplan.planner.stand_in import stand_in
 from tpplan.planner.stops import Stop, kind_of, place_of
-from tpplan.roles.heads import heads_of, keep_own, own_heads
+from tpplan.roles.heads import heads_of, own_heads
 from tpplan.roles.narrow import narrowed, whole_of
 from tpplan.roles.sequence import replaced
 from tpplan.styles import named
@@ -61,6 +61,7 @@ class _Event:
     path: str
     given: torch.Tensor
     made: torch.Tensor
+    parts: list[torch.Tensor] = field(default_factory=list)
 
 
 class _Departed(Exception):
@@ -84,7 +85,7 @@ def prove(
     Args:
         layouts: the rows of those column-parallel layers that are not simply cut evenly.
         columns: the column-parallel projections (others with that style run their own forward).
-        bare: parameters that are cut along their first dimension, by a rule of their own.
+        bare: parameters that are cut by a rule of their own.
         lists: those with a module for each head.
     """
     replay = _Replay(model, plans, layouts, columns, bare, lists, tp)
@@ -93,7 +94,8 @@ def prove(
             replay.run(call, None)
     except Exception as error:
         return _stopped(replay, None, "cannot be run on random numbers", error)
-    for rank in sorted({0, 1, tp // 2, tp - 1}):
+    some = {0, 1, tp // 2, tp - 1}
+    for rank in range(tp) if any(plan.summed for plan in plans.values()) else sorted(some):
         try:
             with torch.no_grad(), replay.own(rank):
                 replay.run(call, rank)
@@ -152,6 +154,8 @@ class _Replay:
             if named(plan.style).columns and path not in self.columns:
                 module.forward = self._inner(path, original, plan)  # type: ignore[method-assign]
                 self.inner += [] if plan.norm else [path]
+            elif plan.summed is not None:
+                module.forward = self._summed(path, original, plan.summed)  # type: ignore[method-assign]
             elif plan.multihead:
                 module.forward = self._multihead(path)  # type: ignore[method-assign]
             elif path in self.answering and module._parameters:
@@ -193,33 +197,9 @@ class _Replay:
 
         return forward
 
-    @contextlib.contextmanager
-    def own(self, rank: int) -> Iterator[None]:
+    def own(self, rank: int) -> AbstractContextManager[None]:
         """With every attribute and bare parameter at the value it has on a rank."""
-        before = []
-        # a module may stand in several places, with a name of its parameter for each
-        tables = {}
-        inside = (f"{path}.{leaf}" for path in self.inner for leaf in self.plans[path].parameters)
-        for name in (*self.bare, *inside):
-            owner, _, leaf = name.rpartition(".")
-            module = self.model.get_submodule(owner)
-            dim = 1 if isinstance(module, nn.Embedding) else 0
-            tables[id(module), leaf] = module._parameters, leaf, dim
-        for table, leaf, dim in tables.values():
-            before.append(_cut(table, leaf, dim, rank, self.tp))
-        for path in self.lists:
-            before.append(_shortened(self.model.get_submodule(path), rank, self.tp))
-        for path, plan in self.plans.items():
-            for name, (_, local) in plan.attributes.items():
-                before.append(assign(self.model.get_submodule(path), name, local))
-            for name, (dim, heads) in plan.cut.items():
-                module = self.model.get_submodule(path)
-                before.append(keep_own(module, name, dim, heads, rank, self.tp))
-        try:
-            yield
-        finally:
-            for restore in reversed(before):
-                restore()
+        return as_rank(self.model, self.plans, self.inner, self.bare, self.lists, (rank, self.tp))
 
     def run(self, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int | None) -> None:
         self.rank, self.at, self.running = rank, 0, []
@@ -269,6 +249,37 @@ class _Replay:
                 each = event.made.size(last) // self.tp
                 return event.made.narrow(last, self.rank * each, each).clone()
             return Rows(last, rows.pieces).take(event.made, self.rank)
+
+        return forward
+
+    def _summed(
+        self, path: str, original: Callable[..., Any], summed: Summed
+    ) -> Callable[..., Any]:
+        """A module that gives a part of a sum: its parts, from all ranks, make the whole."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            module = self.model.get_submodule(path)
+            own = {name: module._parameters[name] for name in summed.added}
+            if self.rank is None:
+                made = original(*args, **kwargs)
+                sums = torch.cat([at(made, place).flatten() for place in summed.outputs])
+                self.events.append(_Event(path, _first(args, kwargs).clone(), sums))
+                return made
+            event = self._next(path)
+            try:
+                for name, whole in own.items() if self.rank else ():
+                    module._parameters[name] = nn.Parameter(torch.zeros_like(whole), False)  # type: ignore[arg-type]
+                made = original(*args, **kwargs)
+            finally:
+                module._parameters.update(own)
+            event.parts.append(torch.cat([at(made, place).flatten() for place in summed.outputs]))
+            if self.rank == self.tp - 1:
+                what = "gives parts that do not sum up to what the whole model has there"
+                _compare(path, event.made, torch.stack(event.parts).sum(0), what)
+            wholes = iter(event.made.split([at(made, p).numel() for p in summed.outputs]))
+            for place, whole in zip(summed.outputs, wholes, strict=True):
+                made = with_at(made, place, whole.view_as(at(made, place)))
+            return made
 
         return forward
 
@@ -348,26 +359,6 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """The first tensor of a call."""
     values = (*args, *kwargs.values())
     return next(value for value in values if isinstance(value, torch.Tensor))
-
-
-def _cut(
-    table: dict[str, nn.Parameter | None], leaf: str, dim: int, rank: int, tp: int
-) -> Callable[[], None]:
-    whole = table[leaf]
-    assert whole is not None
-    each = whole.size(dim) // tp
-    own = whole.narrow(dim, rank * each, each)
-    table[leaf] = nn.Parameter(own, requires_grad=False)
-    return lambda: table.__setitem__(leaf, whole)
-
-
-def _shortened(module: nn.Module, rank: int, tp: int) -> Callable[[], None]:
-    whole = module._modules
-    members = list(whole.values())
-    each = len(members) // tp
-    own = members[rank * each : (rank + 1) * each]
-    module._modules = {str(i): member for i, member in enumerate(own)}
-    return lambda: setattr(module, "_modules", whole)
 
 
 def _compare(path: str, due: torch.Tensor, given: torch.Tensor, message: str) -> None:

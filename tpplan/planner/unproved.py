@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from torch.distributed.tensor import Shard
-
 from tpplan.language import Rule
 from tpplan.planner import infer
 from tpplan.planner.attributes import integers, named_in_code
@@ -32,8 +30,11 @@ def say_unproved(failure: Failure, found: Outcome) -> None:
     rule = rules[made[0]] if made else _rule_near(rules, path)
     paths = [path]
     at = "" if failure.rank is None else f"on rank {failure.rank} of {found.tp} "
+    cut = found.matches.parameters
+    if path in found.bare:
+        tables = tables or [name for name in cut if name.rpartition(".")[0] == path]
     if tables:
-        rule = found.matches.parameters[tables[0]]
+        rule = cut[tables[0]]
     if message.startswith("fails: ") and made:
         message = f"fails with its part of {fold(made)}: {message.removeprefix('fails: ')}"
     if message.startswith("its input"):
@@ -64,7 +65,8 @@ class _Cure:
             return self._entry()
         if stop is Stop.CODE or message.startswith(_ORDER):
             return self._whole("let this code do the same with a part of the columns")
-        return self._packed() or self._unruled() or (self._sizes() if stop else self._columns())
+        sizes = self._sizes() if stop else self._columns()
+        return self._packed() or self._bare() or self._unruled() or sizes
 
     def _whole(self, otherwise: str) -> str:
         made = fold(self.made) or "what is sharded there"
@@ -90,6 +92,15 @@ class _Cure:
                     f"in their order, {parts}"
                 )
         return None
+
+    def _bare(self) -> str | None:
+        """A module that multiplies by parameters of its own which rules cut."""
+        if self.failure.path not in self.found.bare:
+            return None
+        return (
+            "state with 'dim:' which dimension of each parameter has the heads or columns that "
+            "this code keeps apart; it may take sizes from parameters and attributes, not its input"
+        )
 
     def _unruled(self) -> str | None:
         """A module with parameters of its own that columns reach, and no rule knows of."""
@@ -146,9 +157,7 @@ def _tables(failure: Failure, found: Outcome) -> list[str]:
     cut = found.matches.parameters.items()
     alike = folded(failure.path)
     return [
-        name
-        for name, rule in cut
-        if isinstance(named(rule.style).bare, Shard) and _inside(folded(name), alike)
+        name for name, rule in cut if named(rule.style).sharded and _inside(folded(name), alike)
     ]
 
 

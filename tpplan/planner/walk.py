@@ -17,6 +17,7 @@ from tpplan.compiled import Boundary, Detour, Element
 from tpplan.language import Rule
 from tpplan.observe.positions import acts_on_each
 from tpplan.observe.trace import Call, Op, Trace
+from tpplan.planner.bare import BareRegion
 from tpplan.planner.flow import Flow
 from tpplan.planner.infer import KEEPING, VIEWS, sources
 from tpplan.styles import NONE, named
@@ -30,6 +31,8 @@ class Walk:
         multihead: torch's own attention: a whole region in one module.
         local: modules that were found to work on each position by itself.
         dim: the sequence dimension.
+        bare: the modules that compute with cut parameters of their own.
+        cut: these parameters.
         dropouts: modules that draw for their input, also where they drew nothing this time.
     """
 
@@ -43,6 +46,8 @@ class Walk:
         elements: Mapping[str, Element],
         local: Set[str],
         dim: int,
+        bare: Mapping[str, BareRegion],
+        cut: Set[str],
         dropouts: Set[str] = frozenset(),
     ) -> None:
         self.trace, self.columns, self.multihead = trace, columns, multihead
@@ -58,8 +63,8 @@ class Walk:
         self.scattered = {
             path for path, rule in rules.items() if named(rule.style).scatters(rule.options)
         }
-        self.boundaries, self.elements = boundaries, elements
-        self.local, self.dim, self.dropouts = local, dim, dropouts
+        self.boundaries, self.elements, self.bare = boundaries, elements, bare
+        self.local, self.dim, self.cut, self.dropouts = local, dim, cut, dropouts
         self.flow = Flow()
         self.region: set[int] = set()
         self.whole_in_region: set[int] = set()
@@ -226,6 +231,11 @@ class Walk:
 
     def leave(self, call: Call) -> None:
         self.styles.get(call.path, NONE).leave(self, call)
+        summed = self.bare[call.path].summed if call.path in self.bare else None
+        if summed is not None:
+            made = {call.output_at(place) for place in summed.outputs} - {None}
+            self.region -= made
+            self.stream |= made  # type: ignore[arg-type]
         element = self.elements.get(call.path)
         given = None if element is None else call.output_at(element.output)
         if element is not None and given is not None:
@@ -284,6 +294,8 @@ class Walk:
         ]
         if region:
             self.on_columns(op, data, entries, around, whole)
+            if not weights.isdisjoint(self.cut):  # each rank has others
+                self.whole_in_region.difference_update(op.outputs)
         elif stream:
             self.on_stream(op, data, around, whole)
         if weights or any(n in self.trained for n in data):

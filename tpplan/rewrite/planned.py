@@ -26,6 +26,7 @@ from tpplan.roles.narrow import Widened
 from tpplan.roles.parameters import Own, successor
 from tpplan.roles.streams import Container, Entering, InStack
 from tpplan.styles import named
+from tpplan.styles.rowwise import ROWWISE
 
 
 class PlannedStyle(ParallelStyle):
@@ -84,7 +85,8 @@ class PlannedStyle(ParallelStyle):
 
     def _transition(self) -> Transition:
         plan, rule = self.plan, _text(self.plan)
-        forward, backward = named(plan.style).reasons(plan)
+        style = ROWWISE if plan.summed is not None else named(plan.style)
+        forward, backward = style.reasons(plan)
         return Transition(
             self.stream.group, Site(plan.path, forward, rule), Site(plan.path, backward, rule)
         )

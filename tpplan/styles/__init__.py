@@ -41,8 +41,8 @@ def named(style: str | None) -> Style:
 
 
 def those_with(trait: str) -> list[str]:
-    """The names of the styles that have something, for messages."""
-    return [name for name, style in STYLES.items() if getattr(style, trait)]
+    """The names of the styles of which something is said, for messages."""
+    return [name for name, style in STYLES.items() if getattr(style, trait) is not None]
 
 
 __all__ = ["NONE", "STYLES", "Style", "divisors", "named", "register", "runs_as", "those_with"]

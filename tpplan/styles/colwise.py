@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
-from tpplan.layout import Rows
+from tpplan.layout import MisfitError, Part, Rows, rows_of
 from tpplan.roles import linear
 from tpplan.roles.members import OwnMembers
 from tpplan.roles.norm import WidthNorm
-from tpplan.styles.style import Misfits, Roles, Style, divisors, is_matrix, runs_as, without_weight
+from tpplan.styles.style import (
+    Misfits,
+    Roles,
+    Style,
+    cut_along,
+    divisors,
+    is_matrix,
+    runs_as,
+    without_weight,
+)
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -27,7 +38,7 @@ class Colwise(Style):
 
     name = "colwise"
     columns = probed = True
-    bare = Shard(0)
+    bare = frozenset({"dim", "packed"})
     hf = ("colwise",)
 
     def complaint(self, module: nn.Module, tp: int) -> str | None:
@@ -49,6 +60,22 @@ class Colwise(Style):
         columns = transposed or isinstance(module, nn.Embedding)
         dim = 1 if is_matrix(module, leaf) and columns else 0
         return Shard(dim) if rows is None else Rows(dim, rows.pieces)
+
+    def place(self, parameter: torch.Tensor, rule: Rule, tp: int) -> Placement:
+        """Cut along ``dim``, the first by default; where it is packed, each of its equal parts."""
+        whole = cut_along(parameter, rule.options.get("dim", 0), tp)
+        packed = rule.options.get("packed")
+        if not isinstance(packed, Mapping):
+            return whole
+        names, size = packed["parts"], int(parameter.shape[whole.dim])
+        if "repeat" in packed:
+            message = "packed: the parts of a bare parameter do not repeat"
+            raise MisfitError(message, "name the parts as they lie in the whole, in their order")
+        if size % (len(names) * tp):
+            message = f"packed: the {size} of its dimension {whole.dim} are not {len(names)} parts"
+            raise MisfitError(f"{message} for tp {tp}", "name parts of equal size, for every rank")
+        parts = [Part(name, size // len(names), tp) for name in names]
+        return rows_of(parts, 1, tp, whole.dim)
 
     def lay_out(self, sizes: Sizes, path: str, rule: Rule, misfits: Misfits) -> None:
         """Rows by heads of a product; of everything else as many on each rank."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.distributed.tensor import Replicate
 
 from tpplan.compiled import ModulePlan
 from tpplan.roles.sequence import Apart, OnDetour
@@ -24,7 +23,7 @@ class Whole(Style):
 
     name = "replicate"
     apart = probed = True
-    bare = Replicate()
+    bare = frozenset()
     hf = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 
     def enter(self, walk: Walk, call: Call, given: int | None) -> None:

@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
-from tpplan.layout import Rows
+from tpplan.layout import MisfitError, Rows
 from tpplan.roles import linear
 from tpplan.roles.linear import RowwiseScattered, RowwiseTogether
-from tpplan.styles.style import Misfits, Roles, Style, divisors, is_matrix, without_weight
+from tpplan.styles.style import (
+    Misfits,
+    Roles,
+    Style,
+    cut_along,
+    divisors,
+    is_matrix,
+    without_weight,
+)
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -27,6 +36,7 @@ class Rowwise(Style):
 
     name = "rowwise"
     sums = True
+    bare = frozenset({"dim"})
     hf = ("rowwise",)
 
     def complaint(self, module: nn.Module, tp: int) -> str | None:
@@ -45,6 +55,14 @@ class Rowwise(Style):
     ) -> Placement:
         """Cut by inputs; the bias is added once, after the sum."""
         return Shard(0 if transposed else 1) if is_matrix(module, leaf) else Replicate()
+
+    def place(self, parameter: torch.Tensor, rule: Rule, tp: int) -> Placement:
+        """Cut along ``dim``, which the code sums over; a matrix as the weight of a Linear."""
+        dim = rule.options.get("dim", 1 if parameter.dim() == 2 else None)
+        if dim is None:
+            message = f"which dimension of {tuple(parameter.shape)} is summed over?"
+            raise MisfitError(message, "state it with 'dim:'")
+        return cut_along(parameter, dim, tp)
 
     def lay_out(self, sizes: Sizes, path: str, rule: Rule, misfits: Misfits) -> None:
         """As many inputs on each rank, and as many outputs where they are shared out."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import FrozenMap, Rule
-from tpplan.layout import Rows
+from tpplan.layout import MisfitError, Rows
 from tpplan.roles.lowered import LocalParameters, Lowered
 from tpplan.roles.reads import Lent
+from tpplan.roles.summing import Summing
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -37,7 +39,7 @@ class Style:
         rows: whether it runs on a rank's rows of the sequence-sharded stream.
         heads: whether it states how many heads there are, for what is inside of it.
         apart: whether it computes with the whole of what it is given, also of the stream.
-        bare: where a parameter goes that has such a rule of its own; None: it cannot have.
+        bare: the options of such a rule for a parameter; None: a parameter cannot have one.
         probed: whether what it computes is found by running it.
         inner: the styles of its children by name, where the module as a whole has a style.
         hf: what transformers calls it.
@@ -45,7 +47,7 @@ class Style:
 
     name = ""
     columns = sums = vocabulary = rows = heads = apart = probed = False
-    bare: Placement | None = None
+    bare: frozenset[str] | None = None
     inner: Mapping[str, str] = FrozenMap()
     hf: tuple[str, ...] = ()
 
@@ -90,6 +92,14 @@ class Style:
         """
         return Replicate()
 
+    def place(self, parameter: torch.Tensor, rule: Rule, tp: int) -> Placement:
+        """Where a parameter goes that has a rule of its own.
+
+        Raises:
+            MisfitError: where tp does not fit it, or the rule does not say enough; with a hint.
+        """
+        return Replicate()
+
     def lay_out(self, sizes: Sizes, path: str, rule: Rule, misfits: Misfits) -> None:
         """Find what each rank has of a module, and note where tp does not fit.
 
@@ -110,12 +120,28 @@ class Style:
             fused: the one whose kernel stands for the module's own forward, if any.
         """
         own: list[type[nn.Module]] = [Lent] if plan.read else []
-        own += [LocalParameters] if plan.parameters else []
+        own += [Summing if plan.summed else LocalParameters] if plan.parameters else []
         return ([] if fused is None else [fused]) + own, None
 
     def reasons(self, plan: ModulePlan) -> tuple[str, str]:
         """What its collectives are for, forward and backward."""
         return "a whole tensor where the stream is sharded", "gradient of a whole tensor"
+
+
+def cut_along(parameter: torch.Tensor, dim: object, tp: int) -> Shard:
+    """A cut of a bare parameter along a dimension, which may be counted from the end.
+
+    Raises:
+        MisfitError: where it has no such dimension, or tp does not divide it; with a hint.
+    """
+    shape = tuple(parameter.shape)
+    if not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+        hint = "state one of these with 'dim:'"
+        raise MisfitError(f"its shape {shape} has no dimension {dim}", hint)
+    if shape[dim] % tp:
+        hint = f"tp may be {divisors(shape[dim])}"
+        raise MisfitError(f"tp {tp} does not divide the {shape[dim]} of its dimension {dim}", hint)
+    return Shard(dim % len(shape))
 
 
 def adds_to_embedding(module: nn.Module) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compiled import ModulePlan
+from tpplan.language import Rule
 from tpplan.layout import Rows
 from tpplan.roles.reads import Table
 from tpplan.roles.vocab import VocabEmbedding, VocabHead
@@ -24,7 +26,7 @@ class Vocab(Style):
 
     name = "vocab"
     vocabulary = True
-    bare = Shard(0)
+    bare = frozenset()
     hf = ("embedding_rowwise",)
 
     def complaint(self, module: nn.Module, tp: int) -> str | None:
@@ -48,6 +50,10 @@ class Vocab(Style):
     def placement(
         self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None
     ) -> Placement:
+        """Cut by the vocabulary."""
+        return Shard(0)
+
+    def place(self, parameter: torch.Tensor, rule: Rule, tp: int) -> Placement:
         """Cut by the vocabulary."""
         return Shard(0)
 

@@ -1,0 +1,114 @@
+"""Sharded regions of bare parameters: modules whose own code multiplies by what is cut.
+
+The heads of ``torch.einsum("btc,hdc->bthd", x, self.q)`` are a rank's own where ``q`` is cut along
+them, as the columns of a column-parallel layer are; a product with a parameter that is cut along
+what it sums over is a part of the result, as that of a row-parallel layer is. What enters, and what
+has to be summed, is seen in the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from tpplan.compiled import Summed
+from tpplan.observe.trace import Call, Op, Trace
+from tpplan.places import Argument
+from tpplan.styles import NONE, Style
+
+
+@dataclass(frozen=True)
+class BareRegion:
+    """What a module that holds cut parameters does with them.
+
+    Attributes:
+        entering: the arguments that are multiplied by a cut parameter while they are whole, by the
+            tensor that each is.
+        summed: what is a part of a sum where the module gives it; None where nothing is.
+        columns: whether the module gives columns, as a column-parallel layer.
+    """
+
+    entering: Mapping[int, tuple[Argument, ...]]
+    summed: Summed | None
+    columns: bool
+
+
+def bare_regions(
+    trace: Trace, cut: Mapping[str, Style], styles: Mapping[str, Style]
+) -> dict[str, BareRegion]:
+    """The modules that hold cut parameters and compute with them -> what they do.
+
+    Args:
+        cut: the style of each parameter that is cut by a rule of its own, under all its names.
+        styles: those of modules.
+    """
+    owners = {name.rpartition(".")[0] for name in cut}
+    owners -= {path for path, style in styles.items() if style.sharded}
+    regions: dict[str, BareRegion] = {}
+    for call in trace.calls:
+        if call.path in owners and call.path not in regions:
+            regions[call.path] = _Reader(trace, call, cut, styles).read()
+    return regions
+
+
+class _Reader:
+    """Follows a call's tensors: whole, in columns, or parts of a sum."""
+
+    def __init__(
+        self, trace: Trace, call: Call, cut: Mapping[str, Style], styles: Mapping[str, Style]
+    ) -> None:
+        self.trace, self.call, self.cut, self.styles = trace, call, cut, styles
+        self.weights = {n: frozenset([name]) for n, name in trace.parameters.items()}
+        # whole tensors, by the arguments they were made of
+        self.whole = {n: frozenset([n]) for n in call.arguments if n in trace.floating}
+        self.columns: set[int] = set()
+        self.parts: set[int] = set()
+        self.entering: set[int] = set()
+        self.added: set[str] = set()
+
+    def read(self) -> BareRegion:
+        for op in self.trace.ops[self.call.first_op : self.call.last_op]:
+            self.step(op)
+        entering = {n: self.call.arguments[n] for n in sorted(self.entering)}
+        made = zip(self.call.outputs, self.call.places, strict=True)
+        outputs = tuple(place for n, place in made if n in self.parts and place is not None)
+        owned = f"{self.call.path}.".lstrip(".")
+        added = (name.removeprefix(owned) for name in sorted(self.added) if name.startswith(owned))
+        names = tuple(name for name in added if "." not in name)
+        columns = not self.columns.isdisjoint(self.call.outputs)
+        return BareRegion(entering, Summed(outputs, names) if outputs else None, columns)
+
+    def step(self, op: Op) -> None:
+        names = frozenset[str]().union(*(self.weights.get(n, frozenset()) for n in op.inputs))
+        given = set(op.inputs)
+        if given.isdisjoint(self.whole.keys() | self.columns | self.parts):
+            if names:
+                self.weights.update(dict.fromkeys(op.outputs, names))
+            return
+        around = self._style_around(op)
+        cut = [self.cut[name] for name in names & self.cut.keys()]
+        if op.pointwise and given.isdisjoint(self.columns | self.parts):
+            cut = []  # number by number it cannot make columns of what is whole
+        if around.sums:
+            self.whole.update(dict.fromkeys(op.outputs, frozenset[int]()))
+        elif any(style.sums for style in cut) or not given.isdisjoint(self.parts):
+            self.added |= names - self.cut.keys()
+            self.parts.update(op.outputs)
+        elif cut or around.columns or not given.isdisjoint(self.columns):
+            if cut and given.isdisjoint(self.columns):
+                self.entering |= self._origins(given)
+            self.columns.update(op.outputs)
+        else:
+            self.whole.update(dict.fromkeys(op.outputs, self._origins(given)))
+
+    def _origins(self, given: Set[int]) -> frozenset[int]:
+        return frozenset[int]().union(*(self.whole.get(n, frozenset()) for n in given))
+
+    def _style_around(self, op: Op) -> Style:
+        """Of the module with a rule that the op is in, inside of the call."""
+        for call in self.trace.ancestors(op.call):
+            if call.index == self.call.index:
+                break
+            if call.path in self.styles:
+                return self.styles[call.path]
+        return NONE

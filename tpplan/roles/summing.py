@@ -1,0 +1,37 @@
+"""Modules whose own code gives a part of a sum: they multiply by bare parameters that are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tpplan.places import at, with_at
+from tpplan.roles.linear import reduced
+from tpplan.roles.lowered import LocalParameters
+
+
+class Summing(LocalParameters):
+    """Y = sum_i f(X, A_i) + b: the module's own forward with this rank's part of its parameters.
+
+    What it adds to the sum is a parameter on the first rank and zeros on the others, whose gradient
+    is summed over the ranks like that of any replicated parameter of a sharded region.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
+        made = super().forward(*args, **kwargs)
+        if state.stream.shared is None and state.alone:
+            return made
+        assert state.plan.summed is not None
+        for place in state.plan.summed.outputs:
+            made = with_at(made, place, reduced(self, at(made, place), []))
+        return made
+
+    def _locals(self) -> Sequence[torch.Tensor]:
+        state, locals_ = self._tpplan, super()._locals()
+        assert state.plan.summed is not None
+        first = float(state.transition.group.rank == 0)
+        named = zip(state.own.names, locals_, strict=True)
+        return [x * first if name in state.plan.summed.added else x for name, x in named]
