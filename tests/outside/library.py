@@ -88,7 +88,27 @@ lm_head: vocab
 "**.{patch,position}_embedding": replicate
 model.multi_modal_projector: replicate
 """
-IMAGE_TOKEN, IMAGE_LENGTH = VOCAB - 2, 4
+QWEN_RULES = """
+model.language_model.embed_tokens: {style: vocab, output: gather}
+model.language_model.layers.*.{input,post_attention}_layernorm: sequence_parallel
+model.language_model.layers.*.self_attn.{q,k,v}_proj: colwise
+model.language_model.layers.*.self_attn.o_proj: rowwise
+model.language_model.layers.*.mlp.{gate,up}_proj: colwise
+model.language_model.layers.*.mlp.down_proj: rowwise
+model.language_model.norm: sequence_parallel
+lm_head: vocab
+model.visual.patch_embed: replicate
+model.visual.blocks.*.norm{1,2}: replicate
+model.visual.blocks.*.attn.qkv: {style: colwise, packed: [q, k, v]}
+model.visual.blocks.*.attn.proj: rowwise
+model.visual.blocks.*.mlp.fc1: colwise
+model.visual.blocks.*.mlp.fc2: rowwise
+model.visual.merger.ln_q: replicate
+model.visual.merger.mlp.0: colwise
+model.visual.merger.mlp.2: rowwise
+"""
+QWEN_LAYERS = "model.language_model.layers.*"  # pictures stay whole
+IMAGE_TOKEN, IMAGE_LENGTH, PATCH = VOCAB - 2, 4, 4
 
 
 def llava() -> Any:
@@ -101,6 +121,20 @@ def llava() -> Any:
         image_seq_length=IMAGE_LENGTH,
     )
     return transformers.LlavaForConditionalGeneration(config)
+
+
+def qwen() -> Any:
+    """Pictures of any size, whose patches its tower has in one row without a batch."""
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2}
+    patches = {"patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+    text = {**_SIZES, "num_key_value_heads": 2, "vocab_size": VOCAB, "rope_scaling": rope}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": IMAGE_TOKEN - 1}
+    config = transformers.Qwen2VLConfig(
+        text_config={**text, **ends}, vision_config={**vision, **patches}, **tokens, **ends
+    )
+    return transformers.Qwen2VLForConditionalGeneration(config)
 
 
 def swin() -> Any:

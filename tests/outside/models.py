@@ -124,6 +124,19 @@ def _illustrated(batch: int, length: int, seed: int) -> Call:
     return {"input_ids": ids, "pixel_values": images_of(batch, seed)}
 
 
+def _pictured(batch: int, length: int, seed: int) -> Call:
+    """A picture of 4 x 4 patches for each sequence, in the place of four tokens."""
+    call = _illustrated(batch, length, seed)
+    images = call["input_ids"] == library.IMAGE_TOKEN
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": call["input_ids"],
+        "mm_token_type_ids": images.int(),
+        "pixel_values": torch.randn(16 * batch, 6 * library.PATCH**2, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * batch),
+    }
+
+
 _TUNE = _named("tokens")
 _IDS = _named("ids")
 
@@ -172,6 +185,9 @@ MODELS: Mapping[str, Outside] = {
     ),
     "CLIPModel": Outside(library.clip, plan_of(library.CLIP_RULES), _captioned),
     "Llava, with images": Outside(library.llava, plan_of(library.LLAVA_RULES), _illustrated),
+    "Qwen2-VL, with images": Outside(
+        library.qwen, plan_of(library.QWEN_RULES, layers=library.QWEN_LAYERS), _pictured
+    ),
     "head by F.linear": Outside(lambda: uses.Tied("linear"), plan_of(uses.TIED_RULES), _IDS),
     "head by @": Outside(lambda: uses.Tied("matmul"), plan_of(uses.TIED_RULES), _IDS),
     "called by keyword": Outside(

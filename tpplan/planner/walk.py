@@ -10,7 +10,7 @@ meets either sees only a part of the work, so its gradient must be summed over t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from tpplan.compiled import Boundary, Detour, Element
@@ -20,6 +20,7 @@ from tpplan.observe.trace import Call, Op, Trace
 from tpplan.planner.bare import BareRegion
 from tpplan.planner.flow import Flow
 from tpplan.planner.infer import KEEPING, VIEWS, sources
+from tpplan.planner.noise import Noise
 from tpplan.styles import NONE, named
 
 
@@ -69,15 +70,14 @@ class Walk:
         self.region: set[int] = set()
         self.whole_in_region: set[int] = set()
         self.stream: set[int] = set()
+        self.streamed: set[int] = set()  # what became of it in regions
         self.weights: dict[int, frozenset[str]] = {
             number: frozenset([name]) for number, name in trace.parameters.items()
         }
         self.constant: set[int] = set(trace.buffers)
         self.maker: dict[int, str] = {}
         self.trained: set[int] = set()
-        # tensors made of constants and noise alone: the ops that drew the noise, and what it met
-        self.noise: dict[int, frozenset[int]] = {}
-        self.met: dict[int, set[str]] = {}
+        self.noise = Noise(trace)
         self.entry = {
             call.index: self._entries(call) for call in trace.calls if call.path in boundaries
         }
@@ -87,10 +87,8 @@ class Walk:
             call.index: {self._argument(call, name) for name in for_heads.get(call.path, ())}  # type: ignore[attr-defined]
             for call in trace.calls
         }
-        # calls of replicated modules that are given the whole of the stream
-        self.apart: set[int] = set()
-        # what column-parallel layers made of tokens without their batch
-        self.flat: set[int] = set()
+        self.apart: set[int] = set()  # calls of replicated modules that get the whole stream
+        self.flat: set[int] = set()  # made by column-parallel layers of tokens without their batch
 
     def _argument(self, call: Call, name: str) -> int | None:
         for number, arguments in call.arguments.items():
@@ -123,9 +121,8 @@ class Walk:
                     self.leave(call)
             if index < len(self.trace.ops):
                 self.step(index, self.trace.ops[index])
-        for index, met in self.met.items():
-            path = self.trace.calls[self.trace.ops[index].call].path
-            self.flow.draws.setdefault(path, set()).update(met or {"whole"})
+        for path, met in self.noise.draws().items():
+            self.flow.draws.setdefault(path, set()).update(met)
         return self.flow
 
     # --- what styles say of their calls
@@ -143,7 +140,20 @@ class Walk:
         """Each rank has its own columns of what the call gives."""
         self.region.update(call.outputs)
         self.whole_in_region.difference_update(call.outputs)
-        self.flat.update(n for n in call.outputs if len(self.trace.shapes[n]) <= self.dim + 1)
+        if self.is_of_stream(call):
+            self.flat.update(n for n in call.outputs if len(self.trace.shapes[n]) <= self.dim + 1)
+
+    def is_of_stream(self, call: Call) -> bool:
+        """Whether what a call is given came from the stream; a region beside the stack may not."""
+        known = self.stream | self.streamed
+        return self.element_of(call) is not None or not known.isdisjoint(call.arguments)
+
+    def gives_sum(self, call: Call, outputs: Sequence[int]) -> None:
+        """A region's result: the stream again, or whole where none of the stream went into it."""
+        self.region.difference_update(outputs)
+        self.stream.difference_update(outputs)
+        if self.is_of_stream(call):
+            self.stream.update(outputs)
 
     def takes_whole(self, call: Call) -> None:
         """The call computes with all of the stream, and what it is given of it is gathered."""
@@ -233,9 +243,7 @@ class Walk:
         self.styles.get(call.path, NONE).leave(self, call)
         summed = self.bare[call.path].summed if call.path in self.bare else None
         if summed is not None:
-            made = {call.output_at(place) for place in summed.outputs} - {None}
-            self.region -= made
-            self.stream |= made  # type: ignore[arg-type]
+            self.gives_sum(call, [n for n in map(call.output_at, summed.outputs) if n is not None])
         element = self.elements.get(call.path)
         given = None if element is None else call.output_at(element.output)
         if element is not None and given is not None:
@@ -264,7 +272,7 @@ class Walk:
         cut &= self.trained | self.weights.keys()
         region = any(n in self.region or n in entries or n in cut for n in op.inputs)
         stream = not region and not apart and any(n in self.stream for n in op.inputs)
-        self.note_noise(index, op, "region" if region else "stream" if stream else "whole")
+        self.noise.note(index, op, "region" if region else "stream" if stream else "whole")
         if any(c.path in self.multihead for c in around):
             return
         weights = frozenset[str]().union(
@@ -321,6 +329,8 @@ class Walk:
         self.whole_in_region.update(op.outputs)
         if not partial.isdisjoint(data):
             self.whole_in_region.difference_update(op.outputs)
+        if not (self.stream | self.streamed).isdisjoint(op.inputs):
+            self.streamed.update(op.outputs)
         self.note_rows(op, around)
         if whole:
             self.flow.torn.setdefault(around[0].path, self.maker.get(whole[0], ""))
@@ -336,21 +346,6 @@ class Walk:
             # what a module made of its weights alone (positions) is whole too
             made = [n for n in op.inputs if n in self.weights and n in self.maker]
             self.note_mixture(op, [*data, *made], around)
-
-    def note_noise(self, index: int, op: Op, kind: str) -> None:
-        """What random numbers are drawn for: where they are drawn by themselves, what they meet."""
-        inputs = [self.noise.get(n) for n in op.inputs]
-        noise = frozenset().union(*(n for n in inputs if n is not None))
-        if op.random:
-            self.met[index] = set()
-            noise |= {index}
-        if all(n is not None for n in inputs):
-            self.noise.update(dict.fromkeys(op.outputs, noise))
-            return
-        for drawn in noise:
-            self.met[drawn].add(kind)
-        for number in op.outputs:
-            self.noise.pop(number, None)  # written to
 
     def note_positions(self, op: Op, around: list[Call]) -> None:
         """An op on the stream in an element must act on each position by itself."""

@@ -74,7 +74,7 @@ class Attention(Style):
         """Of torch's own the stream; others are what is inside of them."""
         if call.path in walk.multihead:
             walk.gives_whole(call)
-            walk.stream.update(call.outputs[:1])
+            walk.gives_sum(call, call.outputs[:1])
 
     def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
         """Torch's own is computed anew from the rank's heads."""

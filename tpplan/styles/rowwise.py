@@ -92,8 +92,7 @@ class Rowwise(Style):
         if call.path in walk.scattered:
             walk.gives_columns(call)
         else:
-            walk.gives_whole(call)
-            walk.stream.update(call.outputs)
+            walk.gives_sum(call, call.outputs)
 
     def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
         """By what becomes of the sum: it is whole, cut, or waits for others."""
