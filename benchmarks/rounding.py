@@ -19,7 +19,7 @@ from tpplan.compat import simulate
 from tpplan.planner import compile_plan
 from tpplan.proof.ranks import Reference, gradient_errors, run_rank
 from tpplan.proof.rounding import reordered
-from tpplan.proof.verify import reference_of
+from tpplan.proof.verify import references_of
 
 
 def worst(reference: Reference, other: Reference) -> float:
@@ -51,7 +51,7 @@ def main() -> int:
         found: dict[str, list[float]] = {"reordered": []}
         for seed in range(options.seeds):
             model = zoo.tiny(name, seed)
-            reference = reference_of(model, zoo.example(model), seed)
+            (reference,) = references_of(model, zoo.example(model), seed)
             others = (reordered(reference, order) for order in range(3))
             found["reordered"].append(max(worst(reference, other) for other in others))
             if not options.without_tpplan:

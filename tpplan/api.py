@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from tpplan.kernels.launch import interpreted
 from tpplan.language import Diagnostic, FrozenMap, PlanError
 from tpplan.planner import compile_plan
 from tpplan.planner.kernels import implementations
+from tpplan.planner.match import fold
 from tpplan.proof import Verification
 from tpplan.rewrite import apply, plan_of
 from tpplan.rewrite.rehearse import rehearse
@@ -54,7 +56,9 @@ def parallelize(
             torchrun; tp 1 in a single process.
         sequence_parallel, kernels: override the plan's.
         inputs: a call the model accepts (a mapping of keyword arguments, a tuple, or a tensor),
-            where token ids of shape (batch, sequence) are not one.
+            where token ids of shape (batch, sequence) are not one; or a list of calls, which
+            together come to every module. Linears and Embeddings that none comes to are sharded
+            all the same, with a warning, and cannot be run.
         src_data_rank: the rank of the tp group whose values count; None trusts each rank's own.
         prove: whether the rewritten model is run beside the unsharded one first, on simulated
             ranks and numbers of its own; see docs/proved.md.
@@ -72,6 +76,8 @@ def parallelize(
     loaded = load_plan(plan, model)
     compiled = compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs)
     if tp_mesh is not None and tp > 1:
+        if tp_mesh.get_local_rank() == 0:
+            _warn(compiled)
         if prove:
             proof.prove_once(model, compiled, tp_mesh, inputs)
         rehearse(model, compiled, tp_mesh, inputs)
@@ -194,10 +200,22 @@ def check(
     """
     compiled = compile_plan(model, load_plan(plan, model), tp, sequence_parallel, inputs=inputs)
     if tp > 1:
+        _warn(compiled)
         proof.prove(model, compiled, inputs)
         with fake_world(tp) as mesh:
             rehearse(model, compiled, mesh, inputs)
     return compiled
+
+
+def _warn(compiled: CompiledPlan) -> None:
+    """Of what was not proved, as nothing came to it."""
+    unreached = [path for path, plan in compiled.modules.items() if plan.unreached]
+    if unreached:
+        message = (
+            f"{fold(unreached)}: no call came to it; it is sharded by its rule, and an error where "
+            "it is run. To have it proved, add a call that comes to it to the list of inputs="
+        )
+        warnings.warn(message, stacklevel=3)
 
 
 def verify(
@@ -222,7 +240,8 @@ def verify(
         make_model: a function that makes the model, or the model; with real weights.
         sequence_parallel: one mode only; None for plain TP and, where the plan has it, TP+SP.
         kernels: override the plan's.
-        inputs: a call the model accepts, where token ids are not one.
+        inputs: a call the model accepts, where token ids are not one; or a list of calls, each of
+            which is compared.
         processes: real gloo processes instead of simulated ranks.
         tolerance: of max|difference| / max|reference| of the outputs, and of the gradients'
             max|difference| / max(max|g|, 1e-3 of the largest |g| in the model).

@@ -165,6 +165,7 @@ class ModulePlan:
         draws: what it draws random numbers for in training (dropout), None where it draws none.
         read: whether other modules' code computes with its parameters (a vocabulary's table, say).
         widened: whether it projects what its region's code is shown a part of.
+        unreached: whether none of the calls came to it: it has its part, and cannot be run.
         attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
         cut: tensors of which each rank has its heads (caches): name -> (dimension, heads).
         options: the rule's remaining options.
@@ -191,6 +192,7 @@ class ModulePlan:
     draws: DrawnFor | None = None
     read: bool = False
     widened: bool = False
+    unreached: bool = False
     attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
     cut: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
     options: Mapping[str, object] = field(default_factory=FrozenMap)

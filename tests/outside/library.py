@@ -88,6 +88,17 @@ lm_head: vocab
 "**.{patch,position}_embedding": replicate
 model.multi_modal_projector: replicate
 """
+DECODER_RULES = """
+model.decoder.embed_tokens: vocab
+model.decoder.embed_positions: sequence_parallel
+model.decoder.layers.*.*_layer_norm: sequence_parallel
+model.decoder.layers.*.{self,encoder}_attn.{q,k,v}_proj: colwise
+model.decoder.layers.*.{self,encoder}_attn.out_proj: rowwise
+model.decoder.layers.*.fc1: colwise
+model.decoder.layers.*.fc2: rowwise
+model.decoder.layer_norm: sequence_parallel
+lm_head: vocab
+"""
 QWEN_RULES = """
 model.language_model.embed_tokens: {style: vocab, output: gather}
 model.language_model.layers.*.{input,post_attention}_layernorm: sequence_parallel
@@ -135,6 +146,15 @@ def qwen() -> Any:
         text_config={**text, **ends}, vision_config={**vision, **patches}, **tokens, **ends
     )
     return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def decoder() -> Any:
+    """A decoder that attends to what an encoder gave, where it is given that."""
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 64}
+    config = transformers.BlenderbotConfig(
+        **sizes, decoder_attention_heads=4, max_position_embeddings=64, dropout=0.0
+    )
+    return transformers.BlenderbotForCausalLM(config)
 
 
 def swin() -> Any:

@@ -186,7 +186,7 @@ class Idle(Layer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Conv1d(WIDTH, WIDTH, 1)
 
 
 def test_what_is_not_called_is_refused_at_its_rule() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks import zoo
 from tpplan.proof.rounding import Reordered, differences, own_rounding, reordered
-from tpplan.proof.verify import reference_of
+from tpplan.proof.verify import references_of
 
 
 def test_products_in_another_order() -> None:
@@ -21,7 +21,7 @@ def test_products_in_another_order() -> None:
 
 def test_of_a_model() -> None:
     model = zoo.makers()["llama"]()
-    reference = reference_of(model, zoo.example(model), 0)
+    (reference,) = references_of(model, zoo.example(model), 0)
     errors = differences(reference, reordered(reference, 1))
     assert errors.keys() == {"", *reference.gradients}
     assert 0 < max(errors.values()) < 1e-5

@@ -72,20 +72,29 @@ def example_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH) -
     return (torch.zeros(batch, length, width, dtype=dtype),), {}
 
 
-def call_for(model: nn.Module, inputs: Any, batch: int = BATCH, length: int = LENGTH) -> Call:
-    """The call a model is run with, as (args, kwargs): what the user gave as ``inputs=``, or ids.
+def calls_for(
+    model: nn.Module, inputs: Any, batch: int = BATCH, length: int = LENGTH
+) -> tuple[Call, ...]:
+    """The calls a model is run with, as (args, kwargs): what the user gave as ``inputs=``, or ids.
 
     Args:
-        inputs: a mapping of keyword arguments, a tuple or one tensor; None for token ids of shape
-            (batch, length).
+        inputs: a mapping of keyword arguments, a tuple or one tensor; a list of these for several
+            calls; None for token ids of shape (batch, length).
     """
     if inputs is None:
-        return example_inputs(model, batch, length)
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
-    return (inputs,), {}
+        return (example_inputs(model, batch, length),)
+    given = inputs if isinstance(inputs, list) and inputs else [inputs]
+    return tuple(
+        ((), dict(one))
+        if isinstance(one, Mapping)
+        else (one if isinstance(one, tuple) else (one,), {})
+        for one in given
+    )
+
+
+def call_for(model: nn.Module, inputs: Any, batch: int = BATCH, length: int = LENGTH) -> Call:
+    """The first of them, for what is measured of one call."""
+    return calls_for(model, inputs, batch, length)[0]
 
 
 def padded(model: nn.Module, call: Call) -> list[Call]:

@@ -1,4 +1,4 @@
-"""One abstract forward pass, recorded: which module got which tensor, and which op used it."""
+"""Abstract forward passes, recorded: which module got which tensor, and which op used it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Op:
 
 @dataclass
 class Trace:
-    """Calls and ops of one forward pass, in order."""
+    """Calls and ops of one forward pass, or of several, in order."""
 
     calls: list[Call] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -151,10 +151,9 @@ class Numbers(contextlib.nullcontext[None]):
 def record(
     shadow: nn.Module,
     mode: FakeTensorMode | Numbers,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    calls: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]],
 ) -> Trace:
-    """Run ``shadow`` once on fake tensors, in the mode (train or eval) it is in, and record it.
+    """Run ``shadow`` on fake tensors, in the mode (train or eval) it is in, call after call.
 
     Whatever the model's forward raises on these inputs is raised.
     """
@@ -169,8 +168,9 @@ def record(
             hooks.enter_context(first)
             hooks.enter_context(module.register_forward_hook(after))
         with mode, torch.no_grad(), quiet(), unfused(), recorder:
-            fake_args, fake_kwargs = fake_inputs(mode, (args, dict(kwargs)))
-            shadow(*fake_args, **fake_kwargs)
+            for args, kwargs in calls:
+                fake_args, fake_kwargs = fake_inputs(mode, (args, dict(kwargs)))
+                shadow(*fake_args, **fake_kwargs)
     return recorder.trace
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.probe import probe_modules
-from tpplan.observe.shadow import call_for, computing_shadow_of, shadow_of
+from tpplan.observe.shadow import Call, calls_for, computing_shadow_of, shadow_of
 from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.twins import DROPOUT, same_randomness
@@ -50,7 +50,7 @@ def compile_plan(
     Args:
         sequence_parallel, kernels: override the plan's.
         inputs: a call the model accepts (a mapping of keyword arguments, a tuple, or a tensor) to
-            trace it with; by default token ids of shape (2, 8).
+            trace it with, or a list of calls; by default token ids of shape (2, 8).
 
     Raises:
         PlanError: with every problem found.
@@ -106,8 +106,8 @@ class _Compiler(Outcome):
 
     def examine(self, inputs: Any) -> None:
         """Run the model's shadow, infer what the plan leaves open, check what it says."""
-        call = call_for(self.model, inputs)
-        drawing = self.observe(call)
+        calls = calls_for(self.model, inputs)
+        drawing = self.observe(calls)
         heads = {
             path
             for path, style in self.styles.items()
@@ -161,39 +161,40 @@ class _Compiler(Outcome):
         }
         self.check_flow()
         if not self.complaints.wrong and self.tp > 1:
-            Regions(self).check(call)
+            Regions(self).check(calls)
 
-    def observe(self, call: tuple[Any, Any]) -> Trace:
+    def observe(self, calls: Sequence[Call]) -> Trace:
         """Trace the model in evaluation; the trace in training is returned."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with no_fakes_kept():
             try:
-                drawing = self.trace_both(shadow_of(self.model, mode), mode, call)
+                drawing = self.trace_both(shadow_of(self.model, mode), mode, calls)
             except NeedsValuesError as error:
                 computing = computing_shadow_of(self.model)
                 if computing is None:
                     raise self.cannot_run(error) from error
-                drawing = self.trace_both(computing, Numbers(), call)
+                drawing = self.trace_both(computing, Numbers(), calls)
         tied = {
             name.rpartition(".")[0]
             for names in self.placing.names.values()
             if len(names) > 1
             for name in names
         }
-        infer.require_called(self.trace, self.matches.modules, {*tied, *self.lists})
+        rules, held = self.matches.modules, {*tied, *self.lists}
+        self.unreached = infer.unreached(self.model, self.trace, rules, held)
         self.sizes.orient(self.trace)
         return drawing
 
     def check_sizes(self, inputs: Any) -> None:
         """What tp does not fit either, where something else is wrong already."""
         try:
-            self.observe(call_for(self.model, inputs))
+            self.observe(calls_for(self.model, inputs))
             self.sizes.lay_out(self.trace)
         except PlanError as error:
             self.complaints.wrong.extend(error.diagnostics)
 
     def trace_both(
-        self, shadow: nn.Module, mode: FakeTensorMode | Numbers, call: tuple[Any, Any]
+        self, shadow: nn.Module, mode: FakeTensorMode | Numbers, calls: Sequence[Call]
     ) -> Trace:
         """Trace in evaluation, and in training, which is returned.
 
@@ -201,8 +202,8 @@ class _Compiler(Outcome):
             NeedsValuesError: where the model's code hangs on numbers that are not there.
         """
         try:
-            self.trace = record(shadow.eval(), mode, *call)
-            return record(shadow.train(), mode, *call)
+            self.trace = record(shadow.eval(), mode, calls)
+            return record(shadow.train(), mode, calls)
         except (PlanError, *NeedsValuesError):
             raise
         except Exception as error:

@@ -41,6 +41,7 @@ class Outcome:
         multihead: the modules that are regions by themselves.
         draws: module path -> what its random numbers are for.
         bare: the modules that compute with cut parameters of their own.
+        unreached: layers with a style that no call came to.
         read: the parameters that code of other modules reads.
     """
 
@@ -58,6 +59,7 @@ class Outcome:
     trace: Trace
     flow: Flow
     bare: Mapping[str, BareRegion]
+    unreached: frozenset[str]
     boundaries: Mapping[str, tuple[Boundary, ...]]
     elements: Mapping[str, Element]
     together: Mapping[str, tuple[str, ...]]
@@ -102,6 +104,8 @@ class Outcome:
     def summed(self, name: str) -> bool:
         """Whether each rank's gradient of a parameter, or of rows it shares, is only a part."""
         placement = self.placing.placement(name)
+        if self.placing.owner(name) in self.unreached:
+            return False
         if isinstance(placement, Rows):
             return bool(placement.shared())
         if not isinstance(placement, Replicate):
@@ -168,6 +172,7 @@ class Outcome:
                 options=FrozenMap() if rule is None else rule.options,
                 kernel=self.kernel(path),
                 widened=path in widened,
+                unreached=path in self.unreached,
             )
             if plan != ModulePlan(path=path, style=None):
                 plans[path] = plan

@@ -51,10 +51,10 @@ class Regions:
     def __init__(self, found: Outcome) -> None:
         self.found = found
 
-    def check(self, call: Call) -> None:
+    def check(self, given: Sequence[Call]) -> None:
         """Replay the regions on random numbers; say where that fails."""
         found = self.found
-        calls = [shortened(call)]
+        calls = [shortened(call) for call in given]
         if any(rows.shared() for rows in found.sizes.layouts.values()):
             calls += padded(found.model, calls[0])
         failure, settled = self._failure(calls), set[str]()

@@ -20,6 +20,7 @@ def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mappi
     """Phase -> kind -> the least number, for one forward and backward without a loss."""
     modules = compiled.modules.values()
     sums = [m for m in modules if named(m.style).sums or m.summed is not None]
+    sums = [m for m in sums if m.path in reference.called]
     rows = [m for m in sums if not named(m.style).scatters(m.options)]
     scattered = len(sums) - len(rows)
     blocks = len({m.together or (m.path,) for m in rows})

@@ -24,7 +24,7 @@ from tpplan.compat import quiet, simulate, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.shadow import Call, call_for, shortened
+from tpplan.observe.shadow import Call, calls_for, shortened
 from tpplan.observe.twins import same_randomness
 from tpplan.planner.match import fold
 from tpplan.planner.stops import place_of, stopped_at
@@ -61,7 +61,7 @@ def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
     """Run ``compiled`` on simulated ranks and compare; ``model`` is not changed.
 
     Args:
-        inputs: a call the model accepts, where token ids are not one.
+        inputs: a call the model accepts, where token ids are not one, or a list of calls.
 
     Raises:
         PlanError: naming what differs first, and the rule that is likely to blame.
@@ -130,12 +130,11 @@ def _played(
 ) -> tuple[list[Scene], list[Result]]:
     """The steps that the unsharded model can take, and what they give; the first one it must."""
     generator = torch.Generator().manual_seed(1)
-    call = shortened(call_for(model, inputs))
+    calls = [shortened(call) for call in calls_for(model, inputs)]
     if inputs is None:
-        call = random_ids(small, call, generator)
-    call = widened(drawn_where_alike(call, generator))
+        calls = [random_ids(small, call, generator) for call in calls]
+    calls = [widened(drawn_where_alike(call, generator)) for call in calls]
     dim = compiled.plan.sequence_dim
-    length = length_of(call, dim)
     twin = unsharded(small)
     scenes: list[Scene] = []
     results: list[Result] = []
@@ -154,22 +153,24 @@ def _played(
             return False
         return True
 
-    play(Scene("in evaluation", call))
-    if not scenes or not results[0].outputs:
-        raise ValueError("it gives no numbers that could be compared")
-    longer, fixed = call, not model.training
-    for other in other_lengths(length, compiled.tp) if length else ():
-        longer = resized(call, dim, length, other)
-        if plays(Scene(f"in training, at length {other}", longer, True, optional=fixed)):
-            break
-    else:
-        longer = call
-        plays(Scene("in training", call, True, optional=fixed))
-    fuller = with_options(model.forward, call, lambda tried: _accepts(twin, tried))
-    if fuller is not call:
-        given = ", ".join(name for name in fuller[1] if name not in call[1])
-        plays(Scene(f"given {given}", fuller, optional=True))
-    plays(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
+    for call in calls:
+        play(Scene("in evaluation", call))
+        if not scenes or not results[-1].outputs:
+            raise ValueError("it gives no numbers that could be compared")
+        length = length_of(call, dim)
+        longer, fixed = call, not model.training
+        for other in other_lengths(length, compiled.tp) if length else ():
+            longer = resized(call, dim, length, other)
+            if plays(Scene(f"in training, at length {other}", longer, True, optional=fixed)):
+                break
+        else:
+            longer = call
+            plays(Scene("in training", call, True, optional=fixed))
+        fuller = with_options(model.forward, call, lambda tried: _accepts(twin, tried))
+        if fuller is not call:
+            given = ", ".join(name for name in fuller[1] if name not in call[1])
+            plays(Scene(f"given {given}", fuller, optional=True))
+        plays(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
     return scenes, results
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from tpplan.compat import simulate
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
-from tpplan.observe.shadow import call_for
+from tpplan.observe.shadow import Call, calls_for
 from tpplan.planner import compile_plan
 from tpplan.proof.calls import random_ids
 from tpplan.proof.floor import floor_of
@@ -141,7 +141,8 @@ def verify(
     Args:
         model: or a function that makes one; it is not changed.
         sequence_parallel: one mode only; None for plain TP and, where the plan has it, TP+SP.
-        inputs: a call the model accepts; None for random token ids of shape (2, 13).
+        inputs: a call the model accepts, or a list of calls, each of which is compared; None for
+            random token ids of shape (2, 13).
         processes: real gloo processes instead of threads.
         tolerance: of the errors, see ``Check``; for float32.
 
@@ -153,23 +154,32 @@ def verify(
     if any(p.is_meta for p in made.parameters()):
         message = "verify computes: it needs a model with real weights, not one on the meta device"
         raise PlanError([Diagnostic(message)])
-    reference = reference_of(made, inputs, seed)
+    references = references_of(made, inputs, seed)
     modes = [False, True] if sequence_parallel is None else [sequence_parallel]
     if sequence_parallel is None and not plan.sequence_parallel:
         modes = [False]
-    checks = tuple(_check(reference, plan, tp, mode, processes, tolerance) for mode in modes)
+    how = plan, tp, inputs
+    checks = tuple(
+        _check(reference, how, mode, processes, tolerance)
+        for mode in modes
+        for reference in references
+    )
     return Verification(type(made).__name__, plan.name, tp, checks, note, tolerance)
 
 
-def reference_of(model: nn.Module, inputs: Any, seed: int) -> Reference:
+def references_of(model: nn.Module, inputs: Any, seed: int) -> list[Reference]:
     """The unsharded model with its results: outputs, gradients, and the call that gave them."""
+    calls = calls_for(model, inputs, BATCH, LENGTH)
+    return [_reference(model, call, inputs is None, seed) for call in calls]
+
+
+def _reference(model: nn.Module, call: Call, drawn: bool, seed: int) -> Reference:
     fresh = copy.deepcopy(model).float().cpu().eval()
     generator = torch.Generator().manual_seed(seed)
     _unhide(fresh, generator)
     # a model may change when it runs: the one that is sharded has not run
     twin = copy.deepcopy(fresh)
-    call = call_for(twin, inputs, BATCH, LENGTH)
-    if inputs is None:
+    if drawn:
         call = random_ids(twin, call, generator)
     called: set[str] = set()
     for path, module in twin.named_modules():
@@ -192,15 +202,15 @@ def _unhide(model: nn.Module, generator: torch.Generator) -> None:
 
 def _check(
     reference: Reference,
-    plan: Plan,
-    tp: int,
+    how: tuple[Plan, int, Any],
     sequence_parallel: bool,
     processes: bool,
     tolerance: float,
 ) -> Check:
     start = time.perf_counter()
-    args, kwargs = reference.call
-    compiled = compile_plan(reference.model, plan, tp, sequence_parallel, inputs=kwargs or args)
+    (plan, tp, inputs), (args, kwargs) = how, reference.call
+    shown = inputs if isinstance(inputs, list) else kwargs or args
+    compiled = compile_plan(reference.model, plan, tp, sequence_parallel, inputs=shown)
     try:
         outcomes = _run(reference, compiled, processes)
     except Exception as error:

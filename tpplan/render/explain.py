@@ -58,7 +58,7 @@ def _entering(boundary: Boundary, sequence_parallel: bool) -> list[str]:
 
 def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
     """What was found out about a module beyond its rule and its parameters, a line each."""
-    lines = []
+    lines = _run(plan)
     for boundary in plan.boundaries:
         lines += _entering(boundary, compiled.sequence_parallel)
     if plan.transposed:
@@ -91,6 +91,16 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
         if isinstance(kernel.form, UnbiasedForm):
             lines.append(f"leaves its bias to the kernel of {kernel.form.activation}")
     return lines
+
+
+def _run(plan: ModulePlan) -> list[str]:
+    """Whether a module can be run, and what is made of what it gives."""
+    if plan.unreached:
+        return ["no call came to it: each rank has its part of it, and it cannot be run"]
+    if plan.summed is None:
+        return []
+    once = [f"inferred: '{name}' is added to the sum once" for name in plan.summed.added]
+    return ["inferred: what it gives is summed over the ranks", *once]
 
 
 def _stated(plan: ModulePlan) -> Container[str]:

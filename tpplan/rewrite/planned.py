@@ -25,6 +25,7 @@ from tpplan.roles.members import summing_site
 from tpplan.roles.narrow import Widened
 from tpplan.roles.parameters import Own, successor
 from tpplan.roles.streams import Container, Entering, InStack
+from tpplan.roles.unreached import Unreached
 from tpplan.styles import named
 from tpplan.styles.rowwise import ROWWISE
 
@@ -165,5 +166,7 @@ def roles_of(
         HeadInputs: plan.head_inputs,
         Entering: plan.boundaries,
     }
+    if plan.unreached:
+        return [Unreached], None
     roles, inner = named(plan.style).roles(plan, module, fused)
     return [role for role, taken in around.items() if taken] + roles, inner

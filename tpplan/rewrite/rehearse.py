@@ -12,7 +12,7 @@ from tpplan.compat import FakeTensorMode, NeedsValuesError, quiet
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.shadow import call_for, shadow_of
+from tpplan.observe.shadow import calls_for, shadow_of
 from tpplan.observe.trace import fake_inputs
 from tpplan.planner.match import fold
 from tpplan.planner.stops import Stop, kind_of, place_of, stopped_at
@@ -34,7 +34,7 @@ def rehearse(
     shadow = shadow_of(model, mode).eval()
     with no_fakes_kept(), mode, quiet():
         # where the shards will be
-        args, kwargs = fake_inputs(mode, call_for(model, inputs), device=mesh.device_type)
+        calls = fake_inputs(mode, calls_for(model, inputs), device=mesh.device_type)
         apply(shadow, compiled, mesh, src_data_rank=None)
         running: list[str] = []
         for path, module in shadow.named_modules():
@@ -42,7 +42,8 @@ def rehearse(
             module.register_forward_hook(passive(lambda *_: running.pop() and None))
         try:
             with torch.no_grad():
-                shadow(*args, **kwargs)
+                for args, kwargs in calls:
+                    shadow(*args, **kwargs)
         except NeedsValuesError:
             return  # that the proof runs on numbers
         except Exception as error:
