@@ -12,7 +12,7 @@ import pytest
 
 import tpplan
 from tests.models import hf
-from tpplan import shipped
+from tpplan import __main__, shipped
 from tpplan.compat import replaced
 from tpplan.kernels import launch
 from tpplan.language import PlanError
@@ -61,6 +61,28 @@ def test_neither_numpy_nor_triton_nor_transformers_is_needed() -> None:
         "error: kernels: 'triton' is asked for, and there is no triton here to import\n"
         "   help: pip install triton, or ask for 'auto' or 'torch'\n"
     )
+
+
+def test_a_check_imports_only_what_it_needs() -> None:
+    done = without([], "check", "gpt.yaml", "--model", "tests.gpt:GPT", "--tp", "2")
+    assert done.returncode == 0, done.stderr
+    imported = set(done.stdout.splitlines()[-1].split())
+    assert "tpplan.proof.prove" in imported
+    idle = {"tpplan.cost", "tpplan.render", "tpplan.hf", "tpplan.simulate.execute"}
+    assert not imported & {*idle, "rich", "transformers", "torch.utils.flop_counter"}
+
+
+def test_a_process_does_not_search_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, tuple[int, ...]]] = []
+    watched = types.SimpleNamespace(
+        get_threshold=lambda: (700, 10, 10),
+        set_threshold=lambda *numbers: called.append(("threshold", numbers)),
+        freeze=lambda: called.append(("freeze", ())),
+    )
+    monkeypatch.setattr(__main__, "gc", watched)
+    monkeypatch.setattr(__main__, "main", lambda: called.append(("main", ())) or 3)
+    assert __main__.run() == 3
+    assert called == [("threshold", (100_000, 10, 10)), ("main", ()), ("freeze", ())]
 
 
 class TestKernelsThatCannotRun:
