@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,17 @@ def test_the_source_distribution_has_what_the_readme_runs(tmp_path: Path) -> Non
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {*TRACKED, *code} <= names
+
+
+def test_the_schema_lies_beside_the_installed_plans(tmp_path: Path) -> None:
+    wheel = pytest.importorskip("hatchling.builders.wheel")
+    (made,) = wheel.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(tmp_path)
+    package = tmp_path / "tpplan"
+    schema = (package / "language" / "schema.json").read_bytes()
+    plans = sorted((package / "plans").glob("*.yaml"))
+    assert len(plans) == len([*(ROOT / "plans").glob("*.yaml")])
+    for plan in plans:
+        named = plan.read_text().splitlines()[0].removeprefix("# yaml-language-server: $schema=")
+        assert (plan.parent / named).read_bytes() == schema
