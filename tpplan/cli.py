@@ -1,4 +1,4 @@
-"""The command line: ``tpplan dry-run | advise | diff | verify | check | explain | list | show``.
+"""The command line: ``tpplan dry-run``, ``advise``, ``verify``, ``check`` and others.
 
 What needs torch, which takes seconds to import, is imported by the commands that need it.
 """
@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpplan.completion import bash
 from tpplan.language import PlanError, suggest
 from tpplan.language.styles import KERNEL_CHOICES
 from tpplan.progress import Progress
-from tpplan.shipped import load_plan, shipped_plans
+from tpplan.shipped import load_plan, plan_directories, shipped_plans
 from tpplan.version import __version__
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _reports(command)
     _checks(command)
+    completion = command("completion", _completion, 'for bash: eval "$(tpplan completion)"')
+    completion.set_defaults(commands=commands.choices)
     return parser
 
 
@@ -380,6 +383,12 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     sys.stdout.write(load_plan(args.plan).text)
+    return FINE
+
+
+def _completion(args: argparse.Namespace) -> int:
+    names = [file.name for folder in plan_directories() for file in folder.glob("*.yaml")]
+    sys.stdout.write(bash(args.commands, sorted(names)))
     return FINE
 
 
