@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -266,3 +267,27 @@ def test_as_a_process_with_an_exit_code(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "did you mean 'colwise'" in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(
+    "typed, completed",
+    [
+        ("tpplan ver", "verify"),
+        ("tpplan check lla", "llama.yaml"),
+        ("tpplan check llama.yaml --se", "--sequence-parallel"),
+        ("tpplan check llama.yaml --no-se", "--no-sequence-parallel"),
+        ("tpplan dry-run llama.yaml --mo", "--model"),
+        ("tpplan dry-run llama.yaml --model gpt2", ""),  # files
+        ("tpplan check READ", "README.md"),
+        ("tpplan list --", "--debug"),
+    ],
+)
+def test_completion(typed: str, completed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, script, err = run(capsys, "completion")
+    assert (code, err) == (0, "")
+    ask = f"COMP_WORDS=({typed}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _tpplan; "
+    done = subprocess.run(
+        ["bash", "-c", f'{script}{ask} echo "${{COMPREPLY[@]}}"'], capture_output=True, text=True
+    )
+    assert (done.stdout.strip(), done.stderr) == (completed, "")

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import tarfile
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import tpplan
 from tests.models import hf
-from tpplan import shipped
+from tpplan import __main__, shipped
 from tpplan.compat import replaced
 from tpplan.kernels import launch
 from tpplan.language import PlanError
@@ -61,6 +62,28 @@ def test_neither_numpy_nor_triton_nor_transformers_is_needed() -> None:
         "error: kernels: 'triton' is asked for, and there is no triton here to import\n"
         "   help: pip install triton, or ask for 'auto' or 'torch'\n"
     )
+
+
+def test_a_check_imports_only_what_it_needs() -> None:
+    done = without([], "check", "gpt.yaml", "--model", "tests.gpt:GPT", "--tp", "2")
+    assert done.returncode == 0, done.stderr
+    imported = set(done.stdout.splitlines()[-1].split())
+    assert "tpplan.proof.prove" in imported
+    idle = {"tpplan.cost", "tpplan.render", "tpplan.hf", "tpplan.simulate.execute"}
+    assert not imported & {*idle, "rich", "transformers", "torch.utils.flop_counter"}
+
+
+def test_a_process_does_not_search_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, tuple[int, ...]]] = []
+    watched = types.SimpleNamespace(
+        get_threshold=lambda: (700, 10, 10),
+        set_threshold=lambda *numbers: called.append(("threshold", numbers)),
+        freeze=lambda: called.append(("freeze", ())),
+    )
+    monkeypatch.setattr(__main__, "gc", watched)
+    monkeypatch.setattr(__main__, "main", lambda: called.append(("main", ())) or 3)
+    assert __main__.run() == 3
+    assert called == [("threshold", (100_000, 10, 10)), ("main", ()), ("freeze", ())]
 
 
 class TestKernelsThatCannotRun:
@@ -130,3 +153,17 @@ def test_the_source_distribution_has_what_the_readme_runs(tmp_path: Path) -> Non
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {*TRACKED, *code} <= names
+
+
+def test_the_schema_lies_beside_the_installed_plans(tmp_path: Path) -> None:
+    wheel = pytest.importorskip("hatchling.builders.wheel")
+    (made,) = wheel.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(tmp_path)
+    package = tmp_path / "tpplan"
+    schema = (package / "language" / "schema.json").read_bytes()
+    plans = sorted((package / "plans").glob("*.yaml"))
+    assert len(plans) == len([*(ROOT / "plans").glob("*.yaml")])
+    for plan in plans:
+        named = plan.read_text().splitlines()[0].removeprefix("# yaml-language-server: $schema=")
+        assert (plan.parent / named).read_bytes() == schema

@@ -35,11 +35,13 @@ PERMITTED: Mapping[str, str] = {
     "simulate": "compat language compiled comm roles observe planner rewrite",
     "cost": "layout language compiled observe planner simulate",
     "shipped": "language",
+    "progress": "",
+    "completion": "",
     "render": "version layout language kernels compiled planner simulate cost shipped",
     "proof": "compat layout language places compiled comm styles observe planner rewrite simulate",
     "hf": "language styles planner shipped",
     "api": "compat language kernels compiled planner rewrite simulate cost shipped render proof",
-    "cli": "version language models planner shipped render proof api",
+    "cli": "version language models planner progress completion shipped render proof api",
     "__main__": "cli",
     "": "version",  # the package itself: it finds its rooms by their names
 }

@@ -13,11 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tpplan import cost, proof
+from tpplan import proof
 from tpplan.compat import fake_world
 from tpplan.compiled import CompiledPlan
-from tpplan.cost import Setting, Task, with_companions, with_labels
-from tpplan.cost.hardware import DEFAULT, HardwareSource, load_hardware
 from tpplan.kernels.launch import interpreted
 from tpplan.language import Diagnostic, FrozenMap, PlanError
 from tpplan.planner import compile_plan
@@ -27,11 +25,11 @@ from tpplan.proof import Verification
 from tpplan.rewrite import apply, plan_of
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.shipped import PlanSource, load_plan
-from tpplan.simulate import Training
-from tpplan.simulate.optimizers import OptimizerSource, optimizer_named
 
 if TYPE_CHECKING:
+    from tpplan.cost.hardware import HardwareSource
     from tpplan.render import Advice, Report
+    from tpplan.simulate.optimizers import OptimizerSource
 
 
 def parallelize(
@@ -100,7 +98,7 @@ def dry_run(
     master_weights: bool = True,
     checkpointing: bool = False,
     fold: bool = True,
-    hardware: HardwareSource = DEFAULT,
+    hardware: HardwareSource | None = None,
     compare: bool = False,
 ) -> Report:
     """What ``plan`` does to ``model`` on ``tp`` ranks: placements, collectives, memory, time.
@@ -120,7 +118,8 @@ def dry_run(
         checkpointing: whether every layer is recomputed in the backward pass. The report has the
             memory of both.
         fold: whether of equal layers only a few are executed; their repetition is checked.
-        hardware: what it is timed on: a shipped profile's name, a YAML file, or a ``Hardware``.
+        hardware: what it is timed on: a shipped profile's name, a YAML file, or a ``Hardware``;
+            None for h100-nvlink.
         compare: whether other tps, and plain TP beside TP+SP, are run as well, for the bars and
             curves of ``to_html()``.
 
@@ -128,15 +127,20 @@ def dry_run(
         PlanError: as ``parallelize`` does, and where there is no such hardware.
         ValueError: where there is no such optimizer, or the model takes no labels.
     """
+    # training and checks do without these
+    from tpplan import cost
+    from tpplan.render import Report
+    from tpplan.simulate.execute import Training
+    from tpplan.simulate.optimizers import optimizer_named
+
     loaded = load_plan(plan, model)
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
-        inputs = with_labels(model, inputs, batch, seq)
-    setting = Setting(loaded, tp, sequence_parallel, kernels, inputs)
-    from tpplan.render import Report  # which training does without
-
-    found = cost.dry_run(model, setting, batch, seq, training, fold, hardware)
-    return Report.of(with_companions(model, setting, found) if compare else found)
+        inputs = cost.with_labels(model, inputs, batch, seq)
+    setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs)
+    timed_on = cost.load_hardware(hardware or cost.DEFAULT)
+    found = cost.dry_run(model, setting, batch, seq, training, fold, timed_on)
+    return Report.of(cost.with_companions(model, setting, found) if compare else found)
 
 
 def advise(
@@ -154,7 +158,7 @@ def advise(
     max_norm: float | None = 1.0,
     master_weights: bool = True,
     checkpointing: bool = False,
-    hardware: HardwareSource = DEFAULT,
+    hardware: HardwareSource | None = None,
     told: Callable[[str], None] = lambda _: None,
 ) -> Advice:
     """How to share out ``gpus`` GPUs for training ``model``: what fits, what is fastest, and why.
@@ -174,14 +178,17 @@ def advise(
         PlanError: where the plan does not fit the model, and where there is no such hardware.
         ValueError: where there is no such optimizer, or the model takes no labels.
     """
-    timed_on = load_hardware(hardware)
+    from tpplan import cost
+    from tpplan.render import Advice
+    from tpplan.simulate.execute import Training
+    from tpplan.simulate.optimizers import optimizer_named
+
+    timed_on = cost.load_hardware(hardware or cost.DEFAULT)
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
-        inputs = with_labels(model, inputs, micro_batch, seq)
-    setting = Setting(load_plan(plan, model), 1, None, kernels, inputs)
-    task = Task(gpus or timed_on.node, batch, seq, micro_batch)
-    from tpplan.render import Advice
-
+        inputs = cost.with_labels(model, inputs, micro_batch, seq)
+    setting = cost.Setting(load_plan(plan, model), 1, None, kernels, inputs)
+    task = cost.Task(gpus or timed_on.node, batch, seq, micro_batch)
     return Advice.of(cost.advise(model, setting, task, training, timed_on, told))
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``tpplan dry-run | advise | diff | verify | check | explain | list | show``.
+"""The command line: ``tpplan dry-run``, ``advise``, ``verify``, ``check`` and others.
 
 What needs torch, which takes seconds to import, is imported by the commands that need it.
 """
@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpplan.completion import bash
 from tpplan.language import PlanError, suggest
 from tpplan.language.styles import KERNEL_CHOICES
-from tpplan.shipped import load_plan, shipped_plans
+from tpplan.progress import Progress
+from tpplan.shipped import load_plan, plan_directories, shipped_plans
 from tpplan.version import __version__
 
 if TYPE_CHECKING:
@@ -52,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             raise
-        kind = "" if isinstance(error, _UsageError | ValueError) else f"{type(error).__name__}: "
+        plain = isinstance(error, ValueError) or type(error).__module__.startswith("tpplan.")
+        kind = "" if plain else f"{type(error).__name__}: "
         print(f"error: {kind}{error}", file=sys.stderr)
         return USAGE if isinstance(error, _UsageError | ValueError | OSError) else FAILED
 
@@ -91,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _reports(command)
     _checks(command)
+    completion = command("completion", _completion, 'for bash: eval "$(tpplan completion)"')
+    completion.set_defaults(commands=commands.choices)
     return parser
 
 
@@ -191,19 +196,22 @@ def _positive(text: str) -> int:
 
 
 def _dry_run(args: argparse.Namespace) -> int:
-    from tpplan.api import dry_run
-    from tpplan.models import build
-    from tpplan.render.text import layout
+    with _building(args) as progress:
+        from tpplan.api import dry_run
+        from tpplan.models import build
+        from tpplan.render.text import layout
 
-    report = dry_run(
-        build(args.model),
-        args.plan,
-        args.tp,
-        args.batch,
-        sequence_parallel=args.sequence_parallel,
-        compare=args.html is not None,
-        **_training(args),
-    )
+        model = build(args.model)
+        progress.say(f"executing a step of it at tp {args.tp}")
+        report = dry_run(
+            model,
+            args.plan,
+            args.tp,
+            args.batch,
+            sequence_parallel=args.sequence_parallel,
+            compare=args.html is not None,
+            **_training(args),
+        )
     if args.html:
         page = report.to_html(shlex.join(args.typed))
         Path(args.html).write_text(page, encoding="utf-8")
@@ -211,30 +219,36 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 
 def _advise(args: argparse.Namespace) -> int:
-    from tpplan.api import advise
-    from tpplan.models import build
-    from tpplan.render.advice_text import layout
+    with _building(args) as progress:
+        from tpplan.api import advise
+        from tpplan.models import build
+        from tpplan.render.advice_text import layout
 
-    advice = advise(
-        build(args.model),
-        args.plan,
-        gpus=args.gpus,
-        batch=args.batch,
-        micro_batch=args.micro_batch,
-        told=_progress,
-        **_training(args),
-    )
+        advice = advise(
+            build(args.model),
+            args.plan,
+            gpus=args.gpus,
+            batch=args.batch,
+            micro_batch=args.micro_batch,
+            told=lambda size: progress.say(f"executing a step of it at {size}"),
+            **_training(args),
+        )
     return _shown(advice, layout, args.json)
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from tpplan.api import dry_run
-    from tpplan.models import build
-    from tpplan.render.diff import compare, layout
-
-    model, options = build(args.model), _training(args)
+    options = _training(args)
     options |= {"tp": args.tp, "batch": args.batch, "sequence_parallel": args.sequence_parallel}
-    change = compare(dry_run(model, args.plan, **options), dry_run(model, args.other, **options))
+    with _building(args) as progress:
+        from tpplan.api import dry_run
+        from tpplan.models import build
+        from tpplan.render.diff import compare, layout
+
+        model, reports = build(args.model), []
+        for plan in (args.plan, args.other):
+            progress.say(f"executing a step of it with {plan}")
+            reports.append(dry_run(model, plan, **options))
+    change = compare(*reports)
     return _shown(change, layout, args.json)
 
 
@@ -253,18 +267,15 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _progress(text: str) -> None:
-    """One line on a terminal that is written over."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text}")
-        sys.stderr.flush()
+def _building(args: argparse.Namespace) -> Progress:
+    """Says what a command does; the import of torch, which takes long too, belongs to it."""
+    return Progress(f"building {args.model}")
 
 
 def _shown(result: Any, layout: Callable[[Any], Any], file: str | None) -> int:
     """Print a result, and write it as JSON where that was asked for."""
     from rich.console import Console
 
-    _progress("")
     if file:
         text = json.dumps(result.to_dict(), indent=1) + "\n"
         if file == "-":
@@ -283,23 +294,26 @@ def _check(args: argparse.Namespace) -> int:
         plan = load_plan(args.plan)
         print(f"{plan.name}: fine, {len(plan.rules)} rules; give --model to check it against one")
         return FINE
-    from tpplan.api import check
-    from tpplan.models import build
+    with _building(args) as progress:
+        from tpplan.api import check
+        from tpplan.models import build
 
-    model, inputs = build(args.model), _inputs(args.input) or None
-    compiled = check(model, args.plan, args.tp, args.sequence_parallel, inputs=inputs)
+        model, inputs = build(args.model), _inputs(args.input) or None
+        progress.say(f"proving {args.plan} on it at tp {args.tp}")
+        compiled = check(model, args.plan, args.tp, args.sequence_parallel, inputs=inputs)
     mode = "TP+SP" if compiled.sequence_parallel else "TP"
     print(f"{compiled.plan.name}: fits this model at tp {args.tp}, {mode}")
     return FINE
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from tpplan.api import verify
-    from tpplan.models import build, made_runnable
-    from tpplan.proof import VerificationError, describe
+    with _building(args) as progress:
+        from tpplan.api import verify
+        from tpplan.models import build, made_runnable
+        from tpplan.proof import describe
 
-    model, note = made_runnable(build(args.model))
-    try:
+        model, note = made_runnable(build(args.model))
+        progress.say(f"comparing {args.tp} ranks with the whole model, every gradient")
         result = verify(
             model,
             args.plan,
@@ -309,11 +323,6 @@ def _verify(args: argparse.Namespace) -> int:
             inputs=_inputs(args.input) or None,
             processes=args.processes,
         )
-    except VerificationError as error:
-        if args.debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
     if note:
         print(note)
     print(describe(result))
@@ -346,13 +355,15 @@ def _inputs(texts: Sequence[str]) -> dict[str, torch.Tensor]:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from tpplan.models import build
-    from tpplan.planner import compile_plan
-    from tpplan.render import explain
+    with _building(args) as progress:
+        from tpplan.models import build
+        from tpplan.planner import compile_plan
+        from tpplan.render import explain
 
-    model = build(args.model)
-    plan, inputs = load_plan(args.plan, model), _inputs(args.input) or None
-    compiled = compile_plan(model, plan, args.tp, args.sequence_parallel, inputs=inputs)
+        model = build(args.model)
+        progress.say(f"compiling {args.plan} onto it")
+        plan, inputs = load_plan(args.plan, model), _inputs(args.input) or None
+        compiled = compile_plan(model, plan, args.tp, args.sequence_parallel, inputs=inputs)
     try:
         print(explain(model, compiled, args.path))
     except KeyError:
@@ -372,6 +383,12 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     sys.stdout.write(load_plan(args.plan).text)
+    return FINE
+
+
+def _completion(args: argparse.Namespace) -> int:
+    names = [file.name for folder in plan_directories() for file in folder.glob("*.yaml")]
+    sys.stdout.write(bash(args.commands, sorted(names)))
     return FINE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -12,6 +13,8 @@ from tpplan.language import PlanError, parse, schema
 from tpplan.language.schema import SCHEMA_FILE
 from tpplan.language.styles import KERNEL_KINDS, STYLES, Kind
 
+PLANS = Path(__file__).parents[2] / "plans"
+LINE = "# yaml-language-server: $schema="
 VALIDATOR = jsonschema.Draft202012Validator(schema())
 
 VALUES = {
@@ -90,6 +93,13 @@ def test_the_file_is_what_the_tables_say() -> None:
     expected = json.dumps(schema(), indent=2) + "\n"
     hint = "write json.dumps(schema(), indent=2) and a newline to it"
     assert SCHEMA_FILE.read_text() == expected, hint
+
+
+@pytest.mark.parametrize("plan", sorted(PLANS.glob("*.yaml")), ids=lambda plan: plan.name)
+def test_shipped_plans_name_it_and_fit(plan: Path) -> None:
+    first, _, rest = plan.read_text().partition("\n")
+    assert (plan.parent / first.removeprefix(LINE)).samefile(SCHEMA_FILE)
+    VALIDATOR.validate(yaml.safe_load(rest))
 
 
 def test_it_is_a_schema() -> None:

@@ -36,7 +36,8 @@ def no_fakes_kept(foreign: Callable[[torch.Tensor], bool] = is_fake) -> Iterator
     finally:
         # each refers to its type; that is asked of all objects at once, where all cost as much
         for cache in [thing for thing in gc.get_referrers(_Cache) if type(thing) is _Cache]:
-            if before.get(cache) != cache.cache_info() and _holds(cache, foreign):
+            info = cache.cache_info()
+            if info.currsize and before.get(cache) != info and _holds(cache, foreign):
                 cache.cache_clear()
             _known.add(cache)
 
