@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import tpplan
 from tests.docs.pages import Block, blocks, page
 from tests.models import hf
-from tests.outside import library, nanogpt, uses
+from tests.outside import library, nanogpt, uses, xtransformers
 from tests.outside.models import plan_of
 from tpplan.language import Pattern, schema
 from tpplan.language.styles import KERNEL_CHOICES, KERNEL_KINDS, KEYS, REMOVE, STYLES
@@ -60,6 +60,10 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
     "Doge": (lambda: hf("Doge"), {"extends": "doge.yaml"}),
     "convolutions": (lambda: uses.Decoder("convolution"), plan_of(uses.WHOLE_RULES)),
     "einsum attention": (lambda: uses.Decoder("einsum"), plan_of(uses.EINSUM_RULES)),
+    "x-transformers": (
+        lambda: xtransformers.decoder(heads=8, kv_heads=4),
+        plan_of(xtransformers.GROUPED_RULES),
+    ),
     "torch's attention": (Torch, plan_of(TORCH_RULES)),
 }
 

@@ -160,6 +160,11 @@ MODELS: Mapping[str, Outside] = {
         _image,
     ),
     "x-transformers": Outside(xtransformers.decoder, plan_of(xtransformers.RULES), _named("x")),
+    "x-transformers, half the KV heads": Outside(
+        lambda: xtransformers.decoder(heads=8, kv_heads=4),
+        plan_of(xtransformers.GROUPED_RULES),
+        _named("x"),
+    ),
     "LlamaForSequenceClassification": Outside(
         library.llama_classifier,
         plan_of(library.LLAMA_CLASSIFIER_RULES, extends="llama.yaml"),

@@ -18,6 +18,12 @@ attn_layers.layers.*.1.ff.2: rowwise
 attn_layers.final_norm: sequence_parallel
 to_logits: vocab
 """
+# query head h attends to key-value head h modulo their number: two rounds of them
+GROUPED_RULES = RULES.replace("to_{q,k,v}: colwise", "to_{k,v}: colwise").replace(
+    "attn_layers.layers.*.1.to_out: rowwise",
+    """attn_layers.layers.*.1.to_q: {style: colwise, packed: [q1, q2]}
+attn_layers.layers.*.1.to_out: {style: rowwise, packed: [q1, q2]}""",
+)
 
 
 class Rearrange(Module):
@@ -101,23 +107,29 @@ class Attend(Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scale = q.shape[-1] ** -0.5
-        sim = einsum("b h i d, b h j d -> b h i j", q, k) * scale
+        heads, kv_heads = q.shape[1], k.shape[1]
+        keys = "b h j d"
+        if kv_heads == 1:
+            k, v, keys = k.squeeze(1), v.squeeze(1), "b j d"
+        elif kv_heads < heads:
+            k, v = (t.repeat(1, heads // kv_heads, 1, 1) for t in (k, v))
+        sim = einsum(f"b h i d, {keys} -> b h i j", q, k) * scale
         if self.causal:
             i, j = sim.shape[-2:]
             mask = torch.ones((i, j), device=q.device, dtype=torch.bool).triu(j - i + 1)
             sim = sim.masked_fill(mask, -torch.finfo(sim.dtype).max)
         attn = self.attn_dropout(sim.softmax(dim=-1))
-        return einsum("b h i j, b h j d -> b h i d", attn, v), sim
+        return einsum(f"b h i j, {keys} -> b h i d", attn, v), sim
 
 
 class Attention(Module):
-    def __init__(self, dim: int, dim_head: int, heads: int, causal: bool) -> None:
+    def __init__(self, dim: int, dim_head: int, heads: int, kv_heads: int, causal: bool) -> None:
         super().__init__()
         self.heads = heads
         inner = dim_head * heads
         self.to_q = nn.Linear(dim, inner, bias=False)
-        self.to_k = nn.Linear(dim, inner, bias=False)
-        self.to_v = nn.Linear(dim, inner, bias=False)
+        self.to_k = nn.Linear(dim, dim_head * kv_heads, bias=False)
+        self.to_v = nn.Linear(dim, dim_head * kv_heads, bias=False)
         self.split_q_heads = Rearrange("b n (h d) -> b h n d", h=heads)
         self.split_k_heads = Rearrange("b n (h d) -> b h n d", d=dim_head)
         self.split_v_heads = Rearrange("b n (h d) -> b h n d", d=dim_head)
@@ -136,15 +148,24 @@ class Attention(Module):
 
 
 class AttentionLayers(Module):
-    def __init__(self, dim: int, depth: int, heads: int, attn_dim_head: int, causal: bool) -> None:
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        heads: int,
+        attn_dim_head: int,
+        causal: bool,
+        attn_kv_heads: int | None = None,
+    ) -> None:
         super().__init__()
         self.dim = dim
+        kv_heads = attn_kv_heads or heads
         self.layer_types = ("a", "f") * depth
         self.layers = ModuleList([])
         for layer_type in self.layer_types:
             layer: Module
             if layer_type == "a":
-                layer = Attention(dim, attn_dim_head, heads, causal)
+                layer = Attention(dim, attn_dim_head, heads, kv_heads, causal)
             else:
                 layer = FeedForward(dim)
             norms = ModuleList([LayerNorm(dim), None, None])
@@ -192,7 +213,9 @@ class TransformerWrapper(Module):
         return self.to_logits(x)
 
 
-def decoder() -> TransformerWrapper:
+def decoder(heads: int = 4, kv_heads: int | None = None) -> TransformerWrapper:
     """The library's defaults, small."""
-    layers = AttentionLayers(dim=32, depth=2, heads=4, attn_dim_head=8, causal=True)
+    layers = AttentionLayers(
+        dim=32, depth=2, heads=heads, attn_dim_head=8, causal=True, attn_kv_heads=kv_heads
+    )
     return TransformerWrapper(num_tokens=131, max_seq_len=64, attn_layers=layers)

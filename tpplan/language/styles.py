@@ -43,13 +43,14 @@ class Words:
 
 
 _TRANSPOSED = Option(Kind.FLAG, "the weight is stored (in, out), as in Conv1D")
+_PACKED = Option(Kind.PACKED, "the parts that share the weight, in order")
 _DIM = Option(Kind.DIMENSION, "of a bare parameter: the dimension that is cut")
 
 STYLES: dict[str, Words] = {
     "colwise": Words(
         "shard the outputs",
         {
-            "packed": Option(Kind.PACKED, "the parts that share the weight, in order"),
+            "packed": _PACKED,
             "transposed": _TRANSPOSED,
             "dim": _DIM,
         },
@@ -57,6 +58,7 @@ STYLES: dict[str, Words] = {
     "rowwise": Words(
         "shard the inputs, reduce the outputs",
         {
+            "packed": _PACKED,
             "transposed": _TRANSPOSED,
             "dim": _DIM,
             "reduce": Option(

@@ -36,7 +36,7 @@ class BareRegion:
 def bare_regions(
     trace: Trace, cut: Mapping[str, Style], styles: Mapping[str, Style]
 ) -> dict[str, BareRegion]:
-    """The modules that hold cut parameters and compute with them -> what they do.
+    """The modules that multiply by cut parameters of their own -> what they do.
 
     Args:
         cut: the style of each parameter that is cut by a rule of its own, under all its names.
@@ -48,7 +48,7 @@ def bare_regions(
     for call in trace.calls:
         if call.path in owners and call.path not in regions:
             regions[call.path] = _Reader(trace, call, cut, styles).read()
-    return regions
+    return {path: found for path, found in regions.items() if found.entering or found.summed}
 
 
 class _Reader:

@@ -233,22 +233,16 @@ class _Replay:
             event = self._next(path)
             style = named(plan.style)
             if style.sums:
-                each = event.given.size(-1) // self.tp
-                due = event.given.narrow(-1, self.rank * each, each)
+                rows = self.layouts.get(path)
+                due = _own_columns(event.given, rows, self.rank, self.tp)
                 _compare(path, due, given, "its input is not this rank's columns")
                 if not style.scatters(plan.options):
                     return event.made.clone()
-                each = event.made.size(-1) // self.tp
-                return event.made.narrow(-1, self.rank * each, each).clone()
+                return _own_columns(event.made, None, self.rank, self.tp)
             _compare(path, event.given, given, "its input is not the whole model's")
             if path not in self.columns:
                 return event.made.clone()
-            rows = self.layouts.get(path)
-            last = event.made.dim() - 1
-            if rows is None:
-                each = event.made.size(last) // self.tp
-                return event.made.narrow(last, self.rank * each, each).clone()
-            return Rows(last, rows.pieces).take(event.made, self.rank)
+            return _own_columns(event.made, self.layouts.get(path), self.rank, self.tp)
 
         return forward
 
@@ -353,6 +347,14 @@ class _Replay:
             return inner(*args, **kwargs)
 
         return forward
+
+
+def _own_columns(whole: torch.Tensor, rows: Rows | None, rank: int, tp: int) -> torch.Tensor:
+    """What a rank has of the last dimension, cut evenly or as a weight's rows are."""
+    if rows is not None:
+        return Rows(whole.dim() - 1, rows.pieces).take(whole, rank)
+    each = whole.size(-1) // tp
+    return whole.narrow(-1, rank * each, each).clone()
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

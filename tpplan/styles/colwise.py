@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
-from tpplan.layout import MisfitError, Part, Rows, rows_of
+from tpplan.layout import Rows
 from tpplan.roles import linear
 from tpplan.roles.members import OwnMembers
 from tpplan.roles.norm import WidthNorm
@@ -22,6 +22,7 @@ from tpplan.styles.style import (
     Style,
     cut_along,
     divisors,
+    equal_parts,
     is_matrix,
     runs_as,
     without_weight,
@@ -67,15 +68,7 @@ class Colwise(Style):
         packed = rule.options.get("packed")
         if not isinstance(packed, Mapping):
             return whole
-        names, size = packed["parts"], int(parameter.shape[whole.dim])
-        if "repeat" in packed:
-            message = "packed: the parts of a bare parameter do not repeat"
-            raise MisfitError(message, "name the parts as they lie in the whole, in their order")
-        if size % (len(names) * tp):
-            message = f"packed: the {size} of its dimension {whole.dim} are not {len(names)} parts"
-            raise MisfitError(f"{message} for tp {tp}", "name parts of equal size, for every rank")
-        parts = [Part(name, size // len(names), tp) for name in names]
-        return rows_of(parts, 1, tp, whole.dim)
+        return equal_parts(packed, int(parameter.shape[whole.dim]), tp, whole.dim)
 
     def lay_out(self, sizes: Sizes, path: str, rule: Rule, misfits: Misfits) -> None:
         """Rows by heads of a product; of everything else as many on each rank."""

@@ -21,6 +21,7 @@ from tpplan.styles.style import (
     Style,
     cut_along,
     divisors,
+    equal_parts,
     is_matrix,
     without_weight,
 )
@@ -54,7 +55,9 @@ class Rowwise(Style):
         self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None
     ) -> Placement:
         """Cut by inputs; the bias is added once, after the sum."""
-        return Shard(0 if transposed else 1) if is_matrix(module, leaf) else Replicate()
+        if not is_matrix(module, leaf):
+            return Replicate()
+        return Shard(0 if transposed else 1) if rows is None else rows
 
     def place(self, parameter: torch.Tensor, rule: Rule, tp: int) -> Placement:
         """Cut along ``dim``, which the code sums over; a matrix as the weight of a Linear."""
@@ -70,10 +73,17 @@ class Rowwise(Style):
         if weight is None or weight.dim() != 2:
             return  # said before
         tp = sizes.tp
-        width = int(weight.shape[0 if path in sizes.transposed else 1])
+        dim = 0 if path in sizes.transposed else 1
+        width, packed = int(weight.shape[dim]), rule.options.get("packed")
         if width % tp:
             said = f"{rule.style}: tp {tp} does not divide its {width} inputs"
             misfits.setdefault(divisors(width), {})[path] = said
+        elif isinstance(packed, Mapping):
+            try:
+                sizes.layouts[path] = equal_parts(packed, width, tp, dim)
+            except MisfitError as error:
+                message, hint = error.args
+                sizes.complaints.about(rule, [path], f"{rule.style}: {message}", hint)
         outputs = int(weight.numel()) // width
         if self.scatters(rule.options) and outputs % tp:
             said = f"output: tp {tp} does not divide its {outputs} outputs"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import FrozenMap, Rule
-from tpplan.layout import MisfitError, Rows
+from tpplan.layout import MisfitError, Part, Rows, rows_of
 from tpplan.roles.lowered import LocalParameters, Lowered
 from tpplan.roles.reads import Lent
 from tpplan.roles.summing import Summing
@@ -142,6 +142,23 @@ def cut_along(parameter: torch.Tensor, dim: object, tp: int) -> Shard:
         hint = f"tp may be {divisors(shape[dim])}"
         raise MisfitError(f"tp {tp} does not divide the {shape[dim]} of its dimension {dim}", hint)
     return Shard(dim % len(shape))
+
+
+def equal_parts(packed: Mapping[str, object], size: int, tp: int, dim: int) -> Rows:
+    """The cut of each of several parts of one size that lie side by side.
+
+    Raises:
+        MisfitError: where they are not, or repeat; with a hint.
+    """
+    names = packed["parts"]
+    assert isinstance(names, Sequence)
+    if "repeat" in packed:
+        hint = "name the parts as they lie in the whole, in their order"
+        raise MisfitError("packed: equal parts do not repeat", hint)
+    if size % (len(names) * tp):
+        message = f"packed: the {size} of dimension {dim} are not {len(names)} parts for tp {tp}"
+        raise MisfitError(message, "name parts of equal size, for every rank")
+    return rows_of([Part(name, size // len(names), tp) for name in names], 1, tp, dim)
 
 
 def adds_to_embedding(module: nn.Module) -> bool:
