@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import tpplan
 from tests.outside import library, sentence, uses, vit, xtransformers
@@ -184,6 +185,14 @@ def pooled() -> nn.Module:
 
 
 SENTENCES = ({"input_ids": ids_of(2, 8, 1), "attention_mask": torch.ones(2, 8, dtype=torch.long)},)
+
+
+class Normed(Layer):
+    """Its weights are made of a length and a direction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = weight_norm(self.fc), weight_norm(self.out)
 
 
 class MeanOfNorm(Stack):
@@ -362,6 +371,16 @@ SITUATIONS: dict[str, Case] = {
         "layers.*.up",
         "layers.*.up (2 of them): colwise: 'dim' is for bare parameters",
         "leave it out: of a module it follows from what it computes",
+    ),
+    "a weight that is made of others": (
+        lambda: Stack(lambda _: Normed()),
+        {"layers.*.fc": "colwise", "layers.*.out": "replicate"},
+        INPUT,
+        False,
+        "layers.*.fc",
+        "layers.*.fc (2 of them): colwise: its weight is made of other parameters by _WeightNorm, "
+        "which needs the whole of it; fold that into the weight first (remove_parametrizations)",
+        "give it another style, or modules inside of it this one; replicate suits all",
     ),
     "layers that are only held": (
         lambda: Stack(lambda _: Layer()),

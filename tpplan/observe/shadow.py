@@ -34,11 +34,16 @@ def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         try:
             shadow = copy.deepcopy(model, memo)
         except Exception as error:
-            message = f"cannot copy the structure of {type(model).__name__}: {error}"
-            hint = "a model must survive copy.deepcopy to be examined without being touched"
-            raise PlanError([Diagnostic(message, hint=hint)]) from error
+            raise not_copied(model, error) from error
     without_hooks(shadow)
     return shadow
+
+
+def not_copied(model: nn.Module, error: Exception) -> PlanError:
+    """What is said of a model that ``copy.deepcopy`` refused."""
+    message = f"cannot copy the structure of {type(model).__name__}: {error}"
+    hint = "a model must survive copy.deepcopy to be examined without being touched"
+    return PlanError([Diagnostic(message, hint=hint)])
 
 
 def computing_shadow_of(model: nn.Module) -> nn.Module | None:

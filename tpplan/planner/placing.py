@@ -10,6 +10,7 @@ from tpplan.planner.complaints import Complaints
 from tpplan.planner.match import fold
 from tpplan.planner.sizes import Sizes
 from tpplan.styles import named
+from tpplan.styles.style import made_weight
 
 
 class Placing:
@@ -85,11 +86,13 @@ class Placing:
         return own or rule
 
     def mentions(self, parameter: str) -> bool:
-        """Whether a rule speaks of a parameter, be it that of a module around that is whole."""
+        """Whether a rule speaks of a parameter, or of a module around that is whole or uses it."""
         parts = self.owner(parameter).split(".")
         around = (".".join(parts[:n]) for n in range(len(parts)))
         return self.rule_of(parameter) is not None or any(
-            named(self.styles.get(path)).apart for path in around
+            named(self.styles.get(path)).apart
+            or (path in self.styles and made_weight(self.model.get_submodule(path)))
+            for path in around
         )
 
     def list_of(self, parameter: str) -> str | None:

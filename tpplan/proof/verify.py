@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from tpplan.compat import simulate
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
-from tpplan.observe.shadow import Call, calls_for
+from tpplan.observe.shadow import Call, calls_for, not_copied
 from tpplan.planner import compile_plan
 from tpplan.proof.calls import random_ids
 from tpplan.proof.floor import floor_of
@@ -174,7 +174,10 @@ def references_of(model: nn.Module, inputs: Any, seed: int) -> list[Reference]:
 
 
 def _reference(model: nn.Module, call: Call, drawn: bool, seed: int) -> Reference:
-    fresh = copy.deepcopy(model).float().cpu().eval()
+    try:
+        fresh = copy.deepcopy(model).float().cpu().eval()
+    except RuntimeError as error:
+        raise not_copied(model, error) from error
     generator = torch.Generator().manual_seed(seed)
     _unhide(fresh, generator)
     # a model may change when it runs: the one that is sharded has not run

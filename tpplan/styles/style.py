@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.utils import parametrize
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import FrozenMap, Rule
@@ -185,9 +186,23 @@ def without_weight(module: nn.Module) -> str | None:
     """What is said of a module that has no weight to shard; None of one that has."""
     if module._parameters.get("weight") is not None:
         return None
+    makers = made_weight(module)
+    if makers:
+        return (
+            f"its weight is made of other parameters by {makers}, which needs the whole of it; "
+            "fold that into the weight first (remove_parametrizations)"
+        )
     own = [name for name, _ in module.named_children()]
     inside = f"; its parts are {', '.join(own[:6])}" if own else ""
     return f"{type(module).__name__} has no weight of its own to shard{inside}"
+
+
+def made_weight(module: nn.Module) -> str:
+    """What makes a module's weight anew at every call; nothing of one that holds its weight."""
+    if parametrize.is_parametrized(module, "weight"):
+        made = module.parametrizations["weight"]  # type: ignore[index]
+        return ", ".join(type(one).__name__ for one in made)
+    return "weight_norm" if {"weight_g", "weight_v"} <= module._parameters.keys() else ""
 
 
 def is_matrix(module: nn.Module, leaf: str) -> bool:
