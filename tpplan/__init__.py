@@ -10,6 +10,7 @@ from tpplan.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tpplan.api import advise, check, dry_run, parallelize, verify
+    from tpplan.checkpoint import CheckpointError, load_checkpoint
     from tpplan.hf import from_hf
     from tpplan.language import Plan, PlanError
     from tpplan.proof import Verification, VerificationError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Advice",
+    "CheckpointError",
     "Plan",
     "PlanError",
     "Report",
@@ -27,6 +29,7 @@ __all__ = [
     "check",
     "dry_run",
     "from_hf",
+    "load_checkpoint",
     "load_plan",
     "parallelize",
     "verify",
@@ -35,6 +38,7 @@ __all__ = [
 # imported when it is first asked for: the command line answers much without torch
 _ROOMS: Mapping[str, Sequence[str]] = {
     "api": ("advise", "check", "dry_run", "parallelize", "verify"),
+    "checkpoint": ("CheckpointError", "load_checkpoint"),
     "hf": ("from_hf",),
     "language": ("Plan", "PlanError"),
     "proof": ("Verification", "VerificationError"),

@@ -57,6 +57,7 @@ def test_what_fits_nowhere_is_said_and_heads_that_do_not_divide() -> None:
     assert any("does not divide" in note for note in four.notes)
 
 
+@pytest.mark.slow
 def test_batches_that_cannot_be_shared_out() -> None:
     advice = tpplan.advise(hf(device="meta"), "llama.yaml", 2, 3, 16)
     assert {c.dp for c in advice.choices} <= {1}

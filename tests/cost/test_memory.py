@@ -173,6 +173,7 @@ def test_the_other_run_is_the_one_with_checkpointing() -> None:
     assert recomputed["all_gather"] > kept.counts("backward")["all_gather"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "each"),
     [("adamw", 8), ("adam", 8), ("rmsprop", 4), ("adagrad", 4), ("sgd-momentum", 4), ("sgd", 0)],

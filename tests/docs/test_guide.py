@@ -57,6 +57,7 @@ def said(command: str) -> str:
     return out.getvalue() + err.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", [b for b in BLOCKS if b.language == "console"], ids=lambda b: f"line {b.line}"
 )

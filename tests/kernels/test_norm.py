@@ -29,6 +29,7 @@ def formula(
     return unit if bias is None else unit + bias
 
 
+@pytest.mark.slow
 @WIDTHS
 @DTYPES
 @pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
@@ -57,6 +58,7 @@ def test_many_rows(rows: int, h: int) -> None:
     assert not beyond(found, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("h", [64, 40000])
 @pytest.mark.parametrize(
     "how",

@@ -91,6 +91,7 @@ def large() -> Report:
     return tpplan.dry_run(model, "llama.yaml", 8, 1, 8192)
 
 
+@pytest.mark.slow
 def test_nothing_is_fetched(report: Report) -> None:
     text = report.to_html()
     page = Page(text)

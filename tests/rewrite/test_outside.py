@@ -183,5 +183,6 @@ def test_gathers(ranks: Ranks) -> None:
     assert not beyond(ranks.run(2, gathers_job))
 
 
+@pytest.mark.slow
 def test_four_ranks(ranks: Ranks) -> None:
     assert not beyond(ranks.run(4, eager_job, True), 1e-9)

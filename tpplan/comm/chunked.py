@@ -40,18 +40,18 @@ class Chunked(DTensor):
         # ranks that share rows must name the same chunks: a checkpoint's may not overlap
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes, _ in _chunks(self)
+            for offsets, sizes, _ in chunks(self)
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         dim = self.rows.dim
-        for offsets, sizes, at in _chunks(self):
+        for offsets, sizes, at in chunks(self):
             if index.offset is None or tuple(index.offset) == tuple(offsets):
                 return compat.local_of(self).narrow(dim, at, sizes[dim])
         raise ValueError(f"no rows of this rank begin at {index.offset}")
 
 
-def _chunks(t: Chunked) -> list[tuple[list[int], list[int], int]]:
+def chunks(t: Chunked) -> list[tuple[list[int], list[int], int]]:
     """What this rank holds under ``Rows``: offsets and sizes within the whole tensor, and the
     first local row."""
     rows = t.rows

@@ -1,0 +1,5 @@
+"""Checkpoints in safetensors files: each rank reads and writes its own part of them."""
+
+from tpplan.checkpoint.files import CheckpointError as CheckpointError
+from tpplan.checkpoint.load import Loaded as Loaded
+from tpplan.checkpoint.load import load_checkpoint as load_checkpoint

@@ -1,0 +1,163 @@
+"""A checkpoint into a model, each rank its own part of every tensor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tpplan.checkpoint.buffers import recomputed
+from tpplan.checkpoint.files import CheckpointError, Stored, stored_in
+from tpplan.checkpoint.parts import chunks_of
+from tpplan.checkpoint.read import part_of
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was read on this rank.
+
+    Attributes:
+        bytes_read: of the files, headers apart.
+        tensors: of the model's parameters and buffers, ties counted once.
+    """
+
+    bytes_read: int
+    tensors: int
+
+
+def load_checkpoint(model: nn.Module, path: str | Path) -> Loaded:
+    """Fill ``model`` from safetensors: a file, or a folder as transformers writes it.
+
+    Of a model that ``parallelize`` sharded each rank reads the byte ranges of its own part, and
+    holds no more than one tensor's part besides. What is on the meta device gets memory first,
+    after everything was checked; floating numbers are converted to the model's dtype. Nothing is
+    sent: ranks call it alone or together.
+
+    Raises:
+        CheckpointError: with all that is missing, unexpected, or of another shape or kind, and
+            files that are damaged; the model is as it was.
+    """
+    path = Path(path)
+    stored = stored_in(path)
+    computed, lost = recomputed(model)
+    places = _matched(model, stored, path, lost)
+    _materialize(model)
+    for name, value in computed.items():
+        model.get_buffer(name).copy_(value)
+    wanted = model.state_dict(keep_vars=True)
+    read = 0
+    for count, (names, source) in enumerate(places.items(), 1):
+        read += _fill(wanted[names[0]], stored[source])
+        _show(f"{count} of {len(places)} tensors, {read / 1e9:.1f} GB")
+    _show("")
+    return Loaded(read, len(places))
+
+
+def _matched(
+    model: nn.Module, stored: Mapping[str, Stored], path: Path, lost: Iterable[str]
+) -> dict[tuple[str, ...], str]:
+    """The names that each tensor of the model has -> the one that it is stored under.
+
+    Args:
+        lost: buffers that nobody has values for.
+    """
+    tied: dict[int, tuple[str, ...]] = {}
+    wanted: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor):
+            tied[id(tensor)] = (*tied.get(id(tensor), ()), name)
+            wanted[name] = tensor
+    prefix = _prefix(model, wanted, stored)
+    places, problems, used = {}, [], set()
+    for names in tied.values():
+        source = next((s for n in names if (s := prefix(n)) in stored), None)
+        used |= {prefix(name) for name in names}
+        tensor = wanted[names[0]]
+        if source is None:
+            problems.append(f"missing: {names[0]} {tuple(tensor.shape)}")
+        elif stored[source].shape != tuple(tensor.shape):
+            shapes = f"{stored[source].shape}, the model's is {tuple(tensor.shape)}"
+            problems.append(f"another shape: {source} is {shapes}")
+        elif _kind(stored[source].dtype) != _kind(tensor.dtype):
+            kinds = f"{stored[source].dtype}, the model's is {tensor.dtype}"
+            problems.append(f"another dtype: {source} is {kinds}")
+        else:
+            places[names] = source
+    unused = sorted(stored.keys() - used)
+    problems += [f"unexpected: {name} {stored[name].shape}" for name in unused]
+    problems += [
+        f"no values: the buffer {name} is on the meta device and in no checkpoint: compute it first"
+        for name in lost
+    ]
+    if problems:
+        more = len(problems) - _SHOWN
+        raise CheckpointError(path, problems[:_SHOWN] + [f"and {more} more"] * (more > 0))
+    return places
+
+
+def _prefix(model: nn.Module, wanted: Iterable[str], stored: Iterable[str]) -> _Renamed:
+    """Files of a base model lack the name that a model with a head has for it, or have it."""
+    base, held = f"{getattr(model, 'base_model_prefix', '')}.", set(stored)
+    names = list(wanted)
+    if base == "." or any(name in held for name in names):
+        return _Renamed("", "")
+    if any(name.removeprefix(base) in held for name in names):
+        return _Renamed(base, "")
+    return _Renamed("", base)
+
+
+@dataclass(frozen=True)
+class _Renamed:
+    less: str
+    more: str
+
+    def __call__(self, name: str) -> str:
+        return self.more + name.removeprefix(self.less)
+
+
+def _kind(dtype: torch.dtype) -> object:
+    """Dtypes among which numbers are converted; each other one is by itself."""
+    return "floating" if dtype.is_floating_point else dtype
+
+
+def _materialize(model: nn.Module) -> None:
+    """Memory for what is on the meta device; all else is left as it is."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(t.is_meta for t in tensors):
+        return
+    meshes = [t.device_mesh.device_type for t in tensors if isinstance(t, DTensor)]
+    device = [*meshes, *(t.device.type for t in tensors if not t.is_meta), "cpu"][0]
+    tied: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            tied.setdefault(id(parameter), []).append((module, name))
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    for (first, leaf), *others in tied.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[leaf]
+
+
+@torch.no_grad()
+def _fill(tensor: torch.Tensor, stored: Stored) -> int:
+    """Write this rank's part of a stored tensor; how many bytes were read for it."""
+    read = 0
+    for offsets, local in chunks_of(tensor):
+        part = part_of(stored, offsets, local.shape)
+        local.copy_(part)
+        read += part.nbytes
+    return read
+
+
+def _show(text: str) -> None:
+    """How far it is, on a terminal of the first rank."""
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if first and sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
+        sys.stderr.flush()

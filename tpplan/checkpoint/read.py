@@ -1,0 +1,57 @@
+"""Parts of stored tensors, by their byte ranges."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tpplan.checkpoint.files import Stored
+
+_AT_ONCE = 2**30  # some systems read no more than 2 GiB in one call
+
+
+def part_of(stored: Stored, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The block of a stored tensor that begins at ``offsets``; nothing else of it is read.
+
+    Raises:
+        OSError: where the file ends before it.
+    """
+    part = torch.empty(tuple(sizes), dtype=stored.dtype)
+    if not part.numel():
+        return part
+    memory = memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")
+    with stored.path.open("rb", buffering=0) as file:
+        at = 0
+        for start, length in runs(stored, offsets, sizes):
+            _fill(file.fileno(), memory[at : at + length], start)
+            at += length
+    return part
+
+
+def runs(stored: Stored, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The byte ranges of a block in the file, in the order of its numbers: (start, length)."""
+    shape, item = stored.shape, stored.dtype.itemsize
+    # the last dimensions of which it has all lie in one piece, with the next one before them
+    first = len(shape)
+    while first and sizes[first - 1] == shape[first - 1]:
+        first -= 1
+    first = max(first - 1, 0)
+    strides = [math.prod(shape[d + 1 :]) * item for d in range(len(shape))]
+    length = math.prod(sizes[first:]) * item
+    origin = stored.start + sum(o * s for o, s in zip(offsets, strides, strict=True))
+    for index in itertools.product(*(range(n) for n in sizes[:first])):
+        yield origin + sum(i * s for i, s in zip(index, strides, strict=False)), length
+
+
+def _fill(file: int, memory: memoryview, start: int) -> None:
+    at = 0
+    while at < len(memory):
+        read = os.preadv(file, [memory[at : at + _AT_ONCE]], start + at)
+        if not read:
+            raise OSError("the file ends before its tensors do: it was changed while it was read")
+        at += read
