@@ -10,7 +10,7 @@ from tpplan.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tpplan.api import advise, check, dry_run, parallelize, verify
-    from tpplan.checkpoint import CheckpointError, load_checkpoint
+    from tpplan.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
     from tpplan.hf import from_hf
     from tpplan.language import Plan, PlanError
     from tpplan.proof import Verification, VerificationError
@@ -32,13 +32,14 @@ __all__ = [
     "load_checkpoint",
     "load_plan",
     "parallelize",
+    "save_checkpoint",
     "verify",
 ]
 
 # imported when it is first asked for: the command line answers much without torch
 _ROOMS: Mapping[str, Sequence[str]] = {
     "api": ("advise", "check", "dry_run", "parallelize", "verify"),
-    "checkpoint": ("CheckpointError", "load_checkpoint"),
+    "checkpoint": ("CheckpointError", "load_checkpoint", "save_checkpoint"),
     "hf": ("from_hf",),
     "language": ("Plan", "PlanError"),
     "proof": ("Verification", "VerificationError"),

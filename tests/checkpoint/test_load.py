@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import tpplan
+from tests.checkpoint.folders import shared_folder
 from tests.compare import Errors, Findings, beyond, compare_parameters, full, same, step
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
@@ -24,13 +23,6 @@ from tpplan.checkpoint.files import Stored
 from tpplan.checkpoint.load import load_checkpoint
 from tpplan.checkpoint.parts import chunks_of
 from tpplan.checkpoint.read import part_of, runs
-
-
-def shared_folder(group: dist.ProcessGroup | None) -> Path:
-    """One folder that all ranks know."""
-    told: list[Any] = [tempfile.mkdtemp()] if dist.get_rank(group) == 0 else [None]
-    dist.broadcast_object_list(told, group=group, group_src=0)
-    return Path(told[0])
 
 
 def loading_job(mesh: DeviceMesh, sp: bool, case: str) -> Errors:
@@ -64,7 +56,7 @@ def test_loading(ranks: Ranks, case: str, tp: int, sp: bool) -> None:
 def with_fsdp_job(mesh: DeviceMesh, case: str) -> Errors:
     """Two replicas of two ranks, whose parameters FSDP2 cut further."""
     found = Findings()
-    folder = shared_folder(None)
+    folder = shared_folder()
     reference = built(case)
     if dist.get_rank() == 0:
         reference.save_pretrained(folder)

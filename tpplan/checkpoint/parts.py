@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan import compat
 from tpplan.comm.chunked import Chunked, chunks
-from tpplan.comm.placements import block
+from tpplan.comm.placements import block, tp_rank
 
 
 def chunks_of(tensor: torch.Tensor) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
@@ -27,3 +27,9 @@ def chunks_of(tensor: torch.Tensor) -> Iterator[tuple[Sequence[int], torch.Tenso
             yield offsets, local.narrow(dim, at, sizes[dim])
         return
     yield [start for start, _ in block(tensor)], local
+
+
+def is_first_with(tensor: Chunked, offsets: Sequence[int]) -> bool:
+    """Whether no tensor-parallel rank before this one has the block of rows that begins there."""
+    row, before = offsets[tensor.rows.dim], tensor.rows.pieces[: tp_rank(tensor)]
+    return not any(start <= row < stop for pieces in before for start, stop in pieces)

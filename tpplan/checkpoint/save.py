@@ -1,0 +1,204 @@
+"""A model into safetensors files, each rank its own part of every tensor."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tpplan.checkpoint.files import INDEX, SINGLE, CheckpointError, Stored, stored_in
+from tpplan.checkpoint.layout import File, laid_out
+from tpplan.checkpoint.parts import chunks_of, is_first_with
+from tpplan.checkpoint.read import runs
+from tpplan.comm.chunked import Chunked
+
+_MOST = 5 * 10**9
+T = TypeVar("T")
+
+
+def save_checkpoint(model: nn.Module, path: str | Path, max_file_bytes: int = _MOST) -> None:
+    """Write ``model`` into the folder ``path``, as transformers writes an unsharded one.
+
+    Every rank calls it, and writes what it holds: names, shapes and order of the numbers are those
+    of the unsharded model; of tensors that are tied the first name is kept. A transformers model's
+    config is written too. What the folder held before is whole until the new files are, and only
+    then removed: whenever the ranks are stopped, either is there.
+
+    Args:
+        max_file_bytes: from where on there are several files, and an index of them.
+
+    Raises:
+        ValueError: on every rank, where ranks hold different models, or one of them cannot write.
+    """
+    tensors = _tensors(model)
+    folder, token = Path(path), _from_first(secrets.token_hex(4))
+    _require_same({name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()})
+    draft = folder / f".tpplan-{token}"
+    files = laid_out(tensors, draft, max_file_bytes)
+    try:
+        _together(lambda: _begin(draft, files), first_only=True)
+        _together(lambda: _write(tensors, files))
+        _together(lambda: _publish(model, folder, draft, files, token), first_only=True)
+    finally:
+        if _is_first():
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is saved, each tensor once."""
+    seen: dict[int, str] = {}
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and seen.setdefault(id(tensor), name) == name:
+            if tensor.is_meta:
+                raise ValueError(f"{name} is on the meta device: it has no numbers to save")
+            found[name] = tensor
+    return found
+
+
+def _begin(draft: Path, files: Iterable[File]) -> None:
+    """Files of their final size, with headers and no numbers."""
+    draft.mkdir(parents=True)
+    for file in files:
+        with file.path.open("wb") as out:
+            out.write(file.header)
+            out.truncate(file.size)
+
+
+@torch.no_grad()
+def _write(tensors: Mapping[str, torch.Tensor], files: Iterable[File]) -> None:
+    lowest = _lowest(tensors.values())
+    for file in files:
+        with file.path.open("r+b", buffering=0) as out:
+            for name, stored in file.tensors.items():
+                for offsets, local in _own(tensors[name], lowest):
+                    _put(out.fileno(), local, stored, offsets)
+            os.fsync(out.fileno())
+
+
+def _lowest(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether this rank is of the first of several groups that each hold the whole model."""
+    meshes = (t.device_mesh.mesh for t in tensors if isinstance(t, DTensor))
+    first = next((int(mesh.min()) for mesh in meshes), _rank())
+    return first == min(_everyones(first))
+
+
+def _own(tensor: torch.Tensor, lowest: bool) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
+    """The blocks of a tensor that this rank writes: each is written once."""
+    if not isinstance(tensor, DTensor):
+        yield from chunks_of(tensor) if _is_first() else ()
+        return
+    here = tensor.device_mesh.get_coordinate() or ()
+    alike = zip(here, tensor.placements, strict=True)
+    if not lowest or any(place and kind.is_replicate() for place, kind in alike):
+        return
+    for offsets, local in chunks_of(tensor):
+        if not isinstance(tensor, Chunked) or is_first_with(tensor, offsets):
+            yield offsets, local
+
+
+def _put(file: int, local: torch.Tensor, stored: Stored, offsets: Sequence[int]) -> None:
+    part = local.detach().cpu().contiguous()
+    if not part.numel():
+        return
+    memory = memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")
+    at = 0
+    for start, length in runs(stored, offsets, part.shape):
+        done = 0
+        while done < length:
+            done += os.pwrite(file, memory[at + done : at + length], start + done)
+        at += length
+
+
+def _publish(
+    model: nn.Module, folder: Path, draft: Path, files: Sequence[File], token: str
+) -> None:
+    """Put the new files in their places; the last of them is what makes them count."""
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "save_pretrained"):
+        config.save_pretrained(draft)
+        for written in draft.glob("*.json"):
+            os.replace(written, folder / written.name)
+    before = _held(folder)
+    if len(files) == 1:
+        os.replace(files[0].path, folder / SINGLE)
+        kept = {SINGLE}
+    else:
+        names = [file.path.name.replace("model-", f"model-{token}-", 1) for file in files]
+        for file, name in zip(files, names, strict=True):
+            os.replace(file.path, folder / name)
+        total = sum(file.size - len(file.header) for file in files)
+        named = zip(files, names, strict=True)
+        places = {tensor: name for file, name in named for tensor in file.tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        os.replace(draft / INDEX, folder / INDEX)
+        kept = {INDEX, *names}
+    for name in before - kept:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _held(folder: Path) -> set[str]:
+    """The files of the checkpoint that a folder holds."""
+    names = {name for name in (SINGLE, INDEX) if (folder / name).exists()}
+    try:
+        return names | {stored.path.name for stored in stored_in(folder).values()}
+    except CheckpointError:
+        return names
+
+
+# --- what ranks do together; a process without others does it alone
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _is_first() -> bool:
+    return _rank() == 0
+
+
+def _everyones(value: T) -> list[T]:
+    if not dist.is_initialized():
+        return [value]
+    told: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return told  # type: ignore[return-value]
+
+
+def _from_first(value: T) -> T:
+    return _everyones(value)[0]
+
+
+def _require_same(held: Mapping[str, object]) -> None:
+    """Raise on every rank where they do not hold the same tensors."""
+    everyone = _everyones(dict(held))
+    for rank, other in enumerate(everyone):
+        names = everyone[0].keys() | other.keys()
+        odd = sorted(name for name in names if everyone[0].get(name) != other.get(name))
+        if odd:
+            differ = f"{', '.join(odd[:4])} differ"
+            raise ValueError(f"rank {rank} holds another model than rank 0: {differ}")
+
+
+def _together(work: Callable[[], None], first_only: bool = False) -> None:
+    """Do it, on every rank or the first, and raise on all of them what one of them raised."""
+    problem: str | None = None
+    if not first_only or _is_first():
+        try:
+            work()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    for rank, told in enumerate(_everyones(problem)):
+        if told is not None:
+            raise ValueError(f"the checkpoint was not saved: rank {rank} stopped with {told}")
