@@ -42,6 +42,7 @@ PERMITTED: Mapping[str, str] = {
     "proof": "compat layout language places compiled comm styles observe planner rewrite simulate",
     "hf": "language styles planner shipped",
     "api": "compat language kernels compiled planner rewrite simulate cost shipped render proof",
+    "pretrained": "models checkpoint shipped api",
     "cli": "version language models planner progress completion shipped render proof api",
     "__main__": "cli",
     "": "version",  # the package itself: it finds its rooms by their names

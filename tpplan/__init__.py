@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tpplan.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
     from tpplan.hf import from_hf
     from tpplan.language import Plan, PlanError
+    from tpplan.pretrained import from_pretrained
     from tpplan.proof import Verification, VerificationError
     from tpplan.render import Advice, Report
     from tpplan.shipped import load_plan
@@ -29,6 +30,7 @@ __all__ = [
     "check",
     "dry_run",
     "from_hf",
+    "from_pretrained",
     "load_checkpoint",
     "load_plan",
     "parallelize",
@@ -42,6 +44,7 @@ _ROOMS: Mapping[str, Sequence[str]] = {
     "checkpoint": ("CheckpointError", "load_checkpoint", "save_checkpoint"),
     "hf": ("from_hf",),
     "language": ("Plan", "PlanError"),
+    "pretrained": ("from_pretrained",),
     "proof": ("Verification", "VerificationError"),
     "render": ("Advice", "Report"),
     "shipped": ("load_plan",),

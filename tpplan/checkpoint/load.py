@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tpplan.checkpoint.buffers import recomputed
 from tpplan.checkpoint.files import CheckpointError, Stored, stored_in
 from tpplan.checkpoint.parts import chunks_of
-from tpplan.checkpoint.read import part_of
+from tpplan.checkpoint.read import part_of, read_into
 
 _SHOWN = 20
 
@@ -149,9 +149,11 @@ def _fill(tensor: torch.Tensor, stored: Stored) -> int:
     """Write this rank's part of a stored tensor; how many bytes were read for it."""
     read = 0
     for offsets, local in chunks_of(tensor):
-        part = part_of(stored, offsets, local.shape)
-        local.copy_(part)
-        read += part.nbytes
+        read += local.numel() * stored.dtype.itemsize
+        if local.dtype == stored.dtype and local.is_contiguous() and local.device.type == "cpu":
+            read_into(local, stored, offsets)
+        else:
+            local.copy_(part_of(stored, offsets, local.shape))
     return read
 
 

@@ -22,15 +22,24 @@ def part_of(stored: Stored, offsets: Sequence[int], sizes: Sequence[int]) -> tor
         OSError: where the file ends before it.
     """
     part = torch.empty(tuple(sizes), dtype=stored.dtype)
+    read_into(part, stored, offsets)
+    return part
+
+
+def read_into(part: torch.Tensor, stored: Stored, offsets: Sequence[int]) -> None:
+    """The same, into a contiguous tensor of that dtype on the CPU.
+
+    Raises:
+        OSError: where the file ends before it.
+    """
     if not part.numel():
-        return part
+        return
     memory = memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")
     with stored.path.open("rb", buffering=0) as file:
         at = 0
-        for start, length in runs(stored, offsets, sizes):
+        for start, length in runs(stored, offsets, part.shape):
             _fill(file.fileno(), memory[at : at + length], start)
             at += length
-    return part
 
 
 def runs(stored: Stored, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -67,7 +67,9 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _begin(draft: Path, files: Iterable[File]) -> None:
-    """Files of their final size, with headers and no numbers."""
+    """Files of their final size, with headers and no numbers; what a killed save left goes."""
+    for left in draft.parent.glob(".tpplan-*"):
+        shutil.rmtree(left, ignore_errors=True)
     draft.mkdir(parents=True)
     for file in files:
         with file.path.open("wb") as out:
