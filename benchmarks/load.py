@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.load``: a Llama in bfloat16 is written to a folder, and read by gloo ranks.
 Beside tpplan, on the same files: transformers' own loader with its ``tp_plan``, and the whole model
-on every rank. Memory is what the process has at most while it loads, above what it had before;
+on every rank (which maps the files, and reads what is used when it is).
+Memory is what the process has at most while it loads, above what it had before;
 both in shares of what a rank has to hold. The files are read once before, so that all of them find
 them in memory.
 """
@@ -144,7 +145,8 @@ def main() -> int:
             line = f"{way}: a rank holds {own / files:.0%} of the files; "
             line += f"at most {found['peak'] / own:.2f} of that in memory; {found['seconds']:.1f} s"
             if way == "tpplan":
-                line += f"; {found['read'] / own:.3f} read of what it holds; saved in {found['save']:.1f} s"
+                line += f"; {found['read'] / own:.3f} read of what it holds"
+                line += f"; saved in {found['save']:.1f} s"
                 spare = (found["peak"] - found["slice"]) / own
                 missed = found["read"] > BYTES * own or spare > MEMORY
             print(line)

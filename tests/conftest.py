@@ -54,8 +54,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _slow_ones_resting(items: list[pytest.Item]) -> set[pytest.Item]:
-    slow = [item for item in items if item.get_closest_marker("slow") and not _count(item)]
-    return {item for i, item in enumerate(slow) if len(slow) > 1 and turn(i) != 0}
+    files: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") and not _count(item):
+            files.setdefault(item.path, []).append(item)
+    if sum(map(len, files.values())) < 2:
+        return set()  # someone asks for it by name
+    # what other files hold on a day must not move those of this one
+    return {item for slow in files.values() for i, item in enumerate(slow) if turn(i) != 0}
 
 
 def _resting(items: list[pytest.Item]) -> set[pytest.Item]:

@@ -2,7 +2,8 @@
 
 ``make thorough`` (TPPLAN_TESTS=all) runs everything. Other runs take of each such test one way out
 of several: another one every day, or the one that TPPLAN_TURN says. After 32 days all of them have
-had their turn. Neither a test's name nor a model's has any part in that.
+had their turn: what is thinned out twice goes by different digits of the turn. Neither a test's
+name nor a model's has any part in that.
 """
 
 from __future__ import annotations

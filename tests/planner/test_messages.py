@@ -351,8 +351,8 @@ SITUATIONS: dict[str, Case] = {
         False,
         "attn.qkv",
         "layers.*.attn: on rank 1 of 2 it gives parts that do not sum up to what the whole model",
-        "state with 'dim:' which dimension of each parameter has the heads or columns that "
-        "this code keeps apart; it may take sizes from parameters and attributes, not its input",
+        "state with 'dim:' which dimension of each parameter is summed over; and let what is done "
+        "to the sum (a residual, an activation) be done outside of this module",
     ),
     "a bare parameter's rule with an option of modules": (
         lambda: uses.Decoder("einsum"),
@@ -379,7 +379,7 @@ SITUATIONS: dict[str, Case] = {
         False,
         "layers.*.fc",
         "layers.*.fc (2 of them): colwise: its weight is made of other parameters by _WeightNorm, "
-        "which needs the whole of it; fold that into the weight first (remove_parametrizations)",
+        "which needs the whole of it; fold that into the weight first",
         "give it another style, or modules inside of it this one; replicate suits all",
     ),
     "layers that are only held": (

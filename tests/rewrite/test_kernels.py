@@ -28,7 +28,7 @@ from tpplan.simulate import Recorder
 
 # norms of both kinds, gated products of two layers and of one, GeLUs with a bias
 HALVES = ["phi3", "gpt2"], ["llama", "gpt_neox"]
-NAMES = [*HALVES[0], *HALVES[1]] if THOROUGH else HALVES[turn(0, 2)]
+NAMES = [*HALVES[0], *HALVES[1]] if THOROUGH else HALVES[turn(0, 2, days=16)]
 
 
 def whole(name: str) -> Any:

@@ -453,7 +453,7 @@ def test_wrong_state_dicts(ranks: Ranks, sp: bool) -> None:
 FSDP = [
     ways
     for ways in itertools.product((False, True), repeat=3)
-    if THOROUGH or turn(sum(ways), 2) == 0
+    if THOROUGH or turn(sum(ways), 2, days=4) == 0
 ]
 
 

@@ -50,7 +50,7 @@ DEEP: dict[str, dict[str, Any]] = {
 }
 
 
-# in a run of the suite every fourth kind, in one mode
+# in a run of the suite a quarter of the kinds, in one mode
 IN_TURN = [
     (kind, sp)
     for index, kind in enumerate(DEEP)
@@ -59,7 +59,6 @@ IN_TURN = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sp"), IN_TURN)
 def test_as_if_all_were_executed(kind: str, sp: bool) -> None:
     model = zoo.tiny(kind, **DEEP[kind])

@@ -88,7 +88,9 @@ def calls_for(
     """
     if inputs is None:
         return (example_inputs(model, batch, length),)
-    given = inputs if isinstance(inputs, list) and inputs else [inputs]
+    if isinstance(inputs, list) and not inputs:
+        raise PlanError([Diagnostic("inputs: an empty list holds no call", hint="leave it out")])
+    given = inputs if isinstance(inputs, list) else [inputs]
     return tuple(
         ((), dict(one))
         if isinstance(one, Mapping)

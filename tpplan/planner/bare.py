@@ -8,13 +8,16 @@ has to be summed, is seen in the trace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from tpplan.compiled import Summed
 from tpplan.observe.trace import Call, Op, Trace
 from tpplan.places import Argument
 from tpplan.styles import NONE, Style
+
+# ops that may add a parameter to a sum; a factor of it is whole on every rank
+_ADDING = frozenset({"add", "add_", "sub", "sub_", "addmm", "baddbmm", "addbmm", "linear"})
 
 
 @dataclass(frozen=True)
@@ -26,28 +29,36 @@ class BareRegion:
             tensor that each is.
         summed: what is a part of a sum where the module gives it; None where nothing is.
         columns: whether the module gives columns, as a column-parallel layer.
+        parts: the tensors that are parts of a sum, in all of its calls.
     """
 
     entering: Mapping[int, tuple[Argument, ...]]
     summed: Summed | None
     columns: bool
+    parts: frozenset[int]
 
 
 def bare_regions(
-    trace: Trace, cut: Mapping[str, Style], styles: Mapping[str, Style]
+    trace: Trace,
+    cut: Mapping[str, Style],
+    styles: Mapping[str, Style],
+    aliases: Mapping[str, Sequence[str]],
 ) -> dict[str, BareRegion]:
     """The modules that multiply by cut parameters of their own -> what they do.
 
     Args:
         cut: the style of each parameter that is cut by a rule of its own, under all its names.
         styles: those of modules.
+        aliases: all names of each parameter, by its first.
     """
     owners = {name.rpartition(".")[0] for name in cut}
     owners -= {path for path, style in styles.items() if style.sharded}
     regions: dict[str, BareRegion] = {}
     for call in trace.calls:
-        if call.path in owners and call.path not in regions:
-            regions[call.path] = _Reader(trace, call, cut, styles).read()
+        if call.path in owners:
+            found = _Reader(trace, call, cut, styles, aliases).read()
+            known = regions.setdefault(call.path, found)
+            regions[call.path] = replace(known, parts=known.parts | found.parts)
     return {path: found for path, found in regions.items() if found.entering or found.summed}
 
 
@@ -55,9 +66,15 @@ class _Reader:
     """Follows a call's tensors: whole, in columns, or parts of a sum."""
 
     def __init__(
-        self, trace: Trace, call: Call, cut: Mapping[str, Style], styles: Mapping[str, Style]
+        self,
+        trace: Trace,
+        call: Call,
+        cut: Mapping[str, Style],
+        styles: Mapping[str, Style],
+        aliases: Mapping[str, Sequence[str]],
     ) -> None:
         self.trace, self.call, self.cut, self.styles = trace, call, cut, styles
+        self.aliases = aliases
         self.weights = {n: frozenset([name]) for n, name in trace.parameters.items()}
         # whole tensors, by the arguments they were made of
         self.whole = {n: frozenset([n]) for n in call.arguments if n in trace.floating}
@@ -72,11 +89,11 @@ class _Reader:
         entering = {n: self.call.arguments[n] for n in sorted(self.entering)}
         made = zip(self.call.outputs, self.call.places, strict=True)
         outputs = tuple(place for n, place in made if n in self.parts and place is not None)
-        owned = f"{self.call.path}.".lstrip(".")
-        added = (name.removeprefix(owned) for name in sorted(self.added) if name.startswith(owned))
-        names = tuple(name for name in added if "." not in name)
+        added = (name.rpartition(".") for first in self.added for name in self.aliases[first])
+        names = tuple(sorted({leaf for owner, _, leaf in added if owner == self.call.path}))
         columns = not self.columns.isdisjoint(self.call.outputs)
-        return BareRegion(entering, Summed(outputs, names) if outputs else None, columns)
+        summed = Summed(outputs, names) if outputs else None
+        return BareRegion(entering, summed, columns, frozenset(self.parts))
 
     def step(self, op: Op) -> None:
         names = frozenset[str]().union(*(self.weights.get(n, frozenset()) for n in op.inputs))
@@ -92,7 +109,8 @@ class _Reader:
         if around.sums:
             self.whole.update(dict.fromkeys(op.outputs, frozenset[int]()))
         elif any(style.sums for style in cut) or not given.isdisjoint(self.parts):
-            self.added |= names - self.cut.keys()
+            if op.name.removeprefix("aten.").split(".")[0] in _ADDING:
+                self.added |= names - self.cut.keys()
             self.parts.update(op.outputs)
         elif cut or around.columns or not given.isdisjoint(self.columns):
             if cut and given.isdisjoint(self.columns):

@@ -30,6 +30,7 @@ from tpplan.planner.regions import Regions
 from tpplan.planner.sizes import Sizes
 from tpplan.planner.stops import WITHOUT_NUMBERS, Stop, kind_of, place_of, stopped_at
 from tpplan.planner.together import reduced_together
+from tpplan.planner.unreached import unreached
 from tpplan.planner.walk import Walk
 from tpplan.styles import NONE, named
 from tpplan.styles.colwise import COLWISE
@@ -120,7 +121,10 @@ class _Compiler(Outcome):
         self.cut = self.cut_by_own_rules()
         cut = {name: named(rule.style) for name, rule in self.cut.items()}
         cut = {name: style for name, style in cut.items() if style.columns or style.sums}
-        self.bare = bare_regions(self.trace, cut, self.styles)
+        aliases = {names[0]: names for names in self.placing.names.values()}
+        self.bare, drawn = (
+            bare_regions(trace, cut, self.styles, aliases) for trace in (self.trace, drawing)
+        )
         summing = {path for path, region in self.bare.items() if region.summed is not None}
         self.boundaries = infer.find_boundaries(
             self.trace, self.sizes.columns, self.multihead, heads, gathers, self.bare
@@ -148,11 +152,10 @@ class _Compiler(Outcome):
             self.elements,
             {path for path, finding in self.probed.items() if not finding.mixes},
             self.plan.sequence_dim,
-            self.bare,
             cut.keys(),
         )
-        self.flow = Walk(self.trace, *findings).run()
-        self.draws = Walk(drawing, *findings, _dropouts(self.model)).run().draws
+        self.flow = Walk(self.trace, *findings, self.bare).run()
+        self.draws = Walk(drawing, *findings, drawn, _dropouts(self.model)).run().draws
         self.boundaries = {
             path: tuple(
                 replace(b, whole=(path, b.arguments[0].name) in self.flow.whole) for b in found
@@ -180,8 +183,9 @@ class _Compiler(Outcome):
             if len(names) > 1
             for name in names
         }
-        rules, held = self.matches.modules, {*tied, *self.lists}
-        self.unreached = infer.unreached(self.model, self.trace, rules, held)
+        held, cut = {*tied, *self.lists}, self.cut_by_own_rules()
+        rules = self.matches.modules
+        self.unreached = unreached(self.model, self.trace, rules, cut, held)
         self.sizes.orient(self.trace)
         return drawing
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Set
 
-from torch import nn
-
 from tpplan.compiled import Boundary, Element
-from tpplan.language import Diagnostic, Pattern, PlanError, Rule
+from tpplan.language import Pattern
 from tpplan.observe.trace import Call, Trace, stream_input
 from tpplan.places import Argument, Place
 from tpplan.planner.bare import BareRegion
-from tpplan.planner.match import fold
-from tpplan.styles import NONE, Style, named, runs_as
+from tpplan.styles import NONE, Style
 
 VIEWS = frozenset({"view", "_unsafe_view", "reshape", "unflatten", "unsqueeze", "squeeze"})
 KEEPING = frozenset({"clone", "alias", "detach", "_to_copy", "contiguous", "lift_fresh"})
@@ -355,34 +352,3 @@ def nearest(trace: Trace, numbers: Iterable[int], upto: int, ends: Mapping[int, 
         if not reached:
             pending.update(op.inputs)
     return [path for path in dict.fromkeys(c.path for c in trace.calls) if path in found]
-
-
-def unreached(
-    model: nn.Module, trace: Trace, rules: Mapping[str, Rule], tied: Set[str]
-) -> frozenset[str]:
-    """The sharded layers that no call reached, which are cut all the same.
-
-    Args:
-        tied: modules that share their parameters with others, and may only hold them.
-
-    Raises:
-        PlanError: for what is not one of torch's layers: it cannot be told how it is to be cut.
-    """
-    called = {c.path for c in trace.calls} | tied
-    sharded = {path for path, rule in rules.items() if named(rule.style).sharded} - called
-    silent: dict[str, list[str]] = {}
-    for path in rules:
-        module = model.get_submodule(path)
-        known = runs_as(module, nn.Linear) or runs_as(module, nn.Embedding)
-        if path in sharded and not known:
-            silent.setdefault(rules[path].pattern.text, []).append(path)
-    message = "was not called in the forward pass that was traced"
-    hint = "give inputs= with which the model calls it, or leave it out of the plan"
-    if silent:
-        raise PlanError(
-            [
-                Diagnostic(f"{fold(paths)}: {message}", rules[paths[0]].position, hint)
-                for paths in silent.values()
-            ]
-        )
-    return frozenset(sharded)

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 
 from tpplan.observe.trace import Op, Trace
 
 
 class Noise:
-    """Tensors made of constants and noise alone, and what they met."""
+    """Tensors made of constants and noise alone, and what they met.
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    Attributes:
+        parts: tensors that are parts of a sum: what each rank draws for them must be the same.
+        whole: what regions beside the stack gave, and what became of it: whole on every rank.
+    """
+
+    def __init__(self, trace: Trace, parts: Set[int], dim: int) -> None:
+        self.trace, self.parts, self.dim = trace, parts, dim
+        self.whole: set[int] = set()
         self.drawn: dict[int, frozenset[int]] = {}
         self.met: dict[int, set[str]] = {}
+
+    def kind_of(self, op: Op, region: bool, rows: Sequence[int]) -> str:
+        """What random numbers are for that an op meets.
+
+        Args:
+            rows: those of its inputs that are of the stream; what has lost the sequence is whole.
+        """
+        if not self.parts.isdisjoint(op.inputs):
+            return "whole"
+        if region:
+            return "region"
+        if rows and self.whole.issuperset(rows):
+            self.whole.update(op.outputs)
+        return "stream" if any(map(self.is_cut, rows)) else "whole"
+
+    def is_cut(self, number: int) -> bool:
+        """Whether a tensor of the stream has a sequence of which each rank has its rows."""
+        shape = self.trace.shapes[number]
+        return number not in self.whole and len(shape) > self.dim + 1 and shape[self.dim] > 1
 
     def note(self, index: int, op: Op, kind: str) -> None:
         """What random numbers are drawn for: where they are drawn by themselves, what they meet."""

@@ -255,9 +255,10 @@ class _Replay:
             module = self.model.get_submodule(path)
             own = {name: module._parameters[name] for name in summed.added}
             if self.rank is None:
+                # what is inside of it comes after it, as on a rank
+                self.events.append(event := _Event(path, torch.empty(0), torch.empty(0)))
                 made = original(*args, **kwargs)
-                sums = torch.cat([at(made, place).flatten() for place in summed.outputs])
-                self.events.append(_Event(path, _first(args, kwargs).clone(), sums))
+                event.made = torch.cat([at(made, place).flatten() for place in summed.outputs])
                 return made
             event = self._next(path)
             try:

@@ -97,6 +97,11 @@ class _Cure:
         """A module that multiplies by parameters of its own which rules cut."""
         if self.failure.path not in self.found.bare:
             return None
+        if self.failure.message.startswith("gives parts"):
+            return (
+                "state with 'dim:' which dimension of each parameter is summed over; and let what "
+                "is done to the sum (a residual, an activation) be done outside of this module"
+            )
         return (
             "state with 'dim:' which dimension of each parameter has the heads or columns that "
             "this code keeps apart; it may take sizes from parameters and attributes, not its input"

@@ -32,8 +32,8 @@ class Walk:
         multihead: torch's own attention: a whole region in one module.
         local: modules that were found to work on each position by itself.
         dim: the sequence dimension.
-        bare: the modules that compute with cut parameters of their own.
-        cut: these parameters.
+        cut: the parameters that are cut by rules of their own.
+        bare: the modules that multiply by these.
         dropouts: modules that draw for their input, also where they drew nothing this time.
     """
 
@@ -47,8 +47,8 @@ class Walk:
         elements: Mapping[str, Element],
         local: Set[str],
         dim: int,
-        bare: Mapping[str, BareRegion],
         cut: Set[str],
+        bare: Mapping[str, BareRegion],
         dropouts: Set[str] = frozenset(),
     ) -> None:
         self.trace, self.columns, self.multihead = trace, columns, multihead
@@ -70,14 +70,15 @@ class Walk:
         self.region: set[int] = set()
         self.whole_in_region: set[int] = set()
         self.stream: set[int] = set()
-        self.streamed: set[int] = set()  # what became of it in regions
+        self.from_stream: set[int] = set()  # what became of it in regions
         self.weights: dict[int, frozenset[str]] = {
             number: frozenset([name]) for number, name in trace.parameters.items()
         }
         self.constant: set[int] = set(trace.buffers)
         self.maker: dict[int, str] = {}
         self.trained: set[int] = set()
-        self.noise = Noise(trace)
+        parts = frozenset[int]().union(*(region.parts for region in bare.values()))
+        self.noise = Noise(trace, parts, dim)
         self.entry = {
             call.index: self._entries(call) for call in trace.calls if call.path in boundaries
         }
@@ -145,7 +146,7 @@ class Walk:
 
     def is_of_stream(self, call: Call) -> bool:
         """Whether what a call is given came from the stream; a region beside the stack may not."""
-        known = self.stream | self.streamed
+        known = self.stream | self.from_stream
         return self.element_of(call) is not None or not known.isdisjoint(call.arguments)
 
     def gives_sum(self, call: Call, outputs: Sequence[int]) -> None:
@@ -154,6 +155,8 @@ class Walk:
         self.stream.difference_update(outputs)
         if self.is_of_stream(call):
             self.stream.update(outputs)
+        if self.element_of(call) is None:
+            self.noise.whole.update(outputs)
 
     def takes_whole(self, call: Call) -> None:
         """The call computes with all of the stream, and what it is given of it is gathered."""
@@ -235,9 +238,10 @@ class Walk:
         ):
             self.flow.inside[call.path] = apart[0]
         if call.path in self.dropouts and given is not None:
-            stream = given in self.stream and not apart
-            kind = "region" if given in self.region else "stream" if stream else ""
-            self.flow.draws.setdefault(call.path, set()).add(kind or "whole")
+            stream = given in self.stream and not apart and self.noise.is_cut(given)
+            kind = "region" if given in self.region else "stream" if stream else "whole"
+            kind = "whole" if given in self.noise.parts else kind
+            self.flow.draws.setdefault(call.path, set()).add(kind)
 
     def leave(self, call: Call) -> None:
         self.styles.get(call.path, NONE).leave(self, call)
@@ -272,7 +276,8 @@ class Walk:
         cut &= self.trained | self.weights.keys()
         region = any(n in self.region or n in entries or n in cut for n in op.inputs)
         stream = not region and not apart and any(n in self.stream for n in op.inputs)
-        self.noise.note(index, op, "region" if region else "stream" if stream else "whole")
+        rows = [n for n in op.inputs if n in self.stream] if stream else []
+        self.noise.note(index, op, self.noise.kind_of(op, region, rows))
         if any(c.path in self.multihead for c in around):
             return
         weights = frozenset[str]().union(
@@ -329,8 +334,8 @@ class Walk:
         self.whole_in_region.update(op.outputs)
         if not partial.isdisjoint(data):
             self.whole_in_region.difference_update(op.outputs)
-        if not (self.stream | self.streamed).isdisjoint(op.inputs):
-            self.streamed.update(op.outputs)
+        if not (self.stream | self.from_stream).isdisjoint(op.inputs):
+            self.from_stream.update(op.outputs)
         self.note_rows(op, around)
         if whole:
             self.flow.torn.setdefault(around[0].path, self.maker.get(whole[0], ""))
@@ -385,7 +390,7 @@ class Walk:
         if any(c.path in self.styles for c in around):
             return
         for number in data:
-            whole = number in self.trace.floating and number not in self.stream
+            whole = number in self.trace.floating - self.stream - self.noise.whole
             if whole and self.trace.shapes[number]:
                 self.flow.mixed.setdefault(around[0].path, self.maker.get(number, ""))
                 for given in data:

@@ -139,12 +139,14 @@ def _played(
     scenes: list[Scene] = []
     results: list[Result] = []
 
-    def play(scene: Scene) -> None:
+    def play(scene: Scene) -> bool:
         with exact():
             result = step(twin, scene, len(scenes), None)
-        if all(bool(t.isfinite().all()) for t in result.outputs.values()):
+        finite = all(bool(t.isfinite().all()) for t in result.outputs.values())
+        if finite:
             scenes.append(scene)
             results.append(result)
+        return finite and bool(result.outputs)
 
     def plays(scene: Scene) -> bool:
         try:
@@ -154,8 +156,7 @@ def _played(
         return True
 
     for call in calls:
-        play(Scene("in evaluation", call))
-        if not scenes or not results[-1].outputs:
+        if not play(Scene("in evaluation", call)):
             raise ValueError("it gives no numbers that could be compared")
         length = length_of(call, dim)
         longer, fixed = call, not model.training

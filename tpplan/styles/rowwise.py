@@ -83,7 +83,8 @@ class Rowwise(Style):
                 sizes.layouts[path] = equal_parts(packed, width, tp, dim)
             except MisfitError as error:
                 message, hint = error.args
-                sizes.complaints.about(rule, [path], f"{rule.style}: {message}", hint)
+                said = f"{rule.pattern.text}: {rule.style}: {message}"
+                sizes.complaints.say(said, rule.option_positions["packed"], hint)
         outputs = int(weight.numel()) // width
         if self.scatters(rule.options) and outputs % tp:
             said = f"output: tp {tp} does not divide its {outputs} outputs"

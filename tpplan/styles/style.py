@@ -190,7 +190,7 @@ def without_weight(module: nn.Module) -> str | None:
     if makers:
         return (
             f"its weight is made of other parameters by {makers}, which needs the whole of it; "
-            "fold that into the weight first (remove_parametrizations)"
+            "fold that into the weight first"
         )
     own = [name for name, _ in module.named_children()]
     inside = f"; its parts are {', '.join(own[:6])}" if own else ""
@@ -202,7 +202,10 @@ def made_weight(module: nn.Module) -> str:
     if parametrize.is_parametrized(module, "weight"):
         made = module.parametrizations["weight"]  # type: ignore[index]
         return ", ".join(type(one).__name__ for one in made)
-    return "weight_norm" if {"weight_g", "weight_v"} <= module._parameters.keys() else ""
+    held = module._parameters.keys()
+    if {"weight_g", "weight_v"} <= held:
+        return "weight_norm"
+    return "a hook of torch.nn.utils" if "weight_orig" in held else ""
 
 
 def is_matrix(module: nn.Module, leaf: str) -> bool:

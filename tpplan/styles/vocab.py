@@ -14,7 +14,7 @@ from tpplan.language import Rule
 from tpplan.layout import Rows
 from tpplan.roles.reads import Table
 from tpplan.roles.vocab import VocabEmbedding, VocabHead
-from tpplan.styles.style import Roles, Style, adds_to_embedding, runs_as
+from tpplan.styles.style import Roles, Style, adds_to_embedding, runs_as, without_weight
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -31,6 +31,8 @@ class Vocab(Style):
 
     def complaint(self, module: nn.Module, tp: int) -> str | None:
         """It must be torch's, with rows for every rank."""
+        if (wrong := without_weight(module)) is not None and isinstance(module, nn.Embedding):
+            return wrong
         if isinstance(module, nn.Embedding):
             if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
                 return "an Embedding with max_norm, scale_grad_by_freq or sparse cannot be sharded"
