@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 
@@ -53,6 +54,17 @@ def test_the_line_is_written_over_and_taken_away(at_once: None) -> None:
     assert set(shown[3]) == {"x"}
     assert len(shown[3]) < 1000
     assert shown[4:] == [""]
+
+
+def test_a_warning_has_its_own_line(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(warnings, "showwarning", lambda *_, **__: terminal.write("told\n"))
+    before = warnings.showwarning
+    with Progress("building", terminal):
+        assert terminal.written.wait(60)
+        warnings.showwarning("told", UserWarning, "here", 1)
+    assert terminal.getvalue() == f"{CLEAR}building{CLEAR}told\n{CLEAR}building{CLEAR}"
+    assert warnings.showwarning is before
 
 
 def test_what_is_quick_shows_nothing() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
+import warnings
+from collections.abc import Callable
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 AFTER = 2.0
 """Seconds within which a command says nothing."""
@@ -22,12 +24,15 @@ class Progress:
     def __init__(self, text: str, stream: TextIO | None = None) -> None:
         self._text, self._stream = text, stream or sys.stderr
         self._shown = False
+        self._show_warning: Callable[..., None] | None = None
         self._lock = threading.Lock()
         self._timer = threading.Timer(AFTER, self._show)
         self._timer.daemon = True
 
     def __enter__(self) -> Progress:
         if self._stream.isatty():
+            self._show_warning = warnings.showwarning
+            warnings.showwarning = self._warned
             self._timer.start()
         return self
 
@@ -45,9 +50,22 @@ class Progress:
         at: TracebackType | None,
     ) -> None:
         self._timer.cancel()
+        if self._show_warning is not None:
+            warnings.showwarning = self._show_warning
         with self._lock:
             # a timer that has already gone off waits for the lock
             self._text = ""
+            if self._shown:
+                self._write()
+
+    def _warned(self, *args: Any, **kwargs: Any) -> None:
+        """A warning has a line of its own, not the rest of the one that is shown."""
+        assert self._show_warning is not None
+        with self._lock:
+            if self._shown:
+                self._stream.write(_CLEAR)
+                self._stream.flush()
+            self._show_warning(*args, **kwargs)
             if self._shown:
                 self._write()
 
