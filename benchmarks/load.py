@@ -11,6 +11,7 @@ them in memory.
 from __future__ import annotations
 
 import gc
+import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -126,7 +127,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--tp", type=int, default=4)
     options = parse(parser)
-    missed = False
+    missed, figures = False, {}
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(options.gigabytes)
         write(transformers.LlamaConfig(**{**SIZES, **SMALL}), f"{folder}/model-small")
@@ -141,6 +142,7 @@ def main() -> int:
             except Exception as error:
                 print(f"{way}: fails: {str(error).strip().splitlines()[-1][:160]}")
                 continue
+            figures[way] = {"files": files, **found}
             own = found["own"]
             line = f"{way}: a rank holds {own / files:.0%} of the files; "
             line += f"at most {found['peak'] / own:.2f} of that in memory; {found['seconds']:.1f} s"
@@ -150,6 +152,8 @@ def main() -> int:
                 spare = (found["peak"] - found["slice"]) / own
                 missed = found["read"] > BYTES * own or spare > MEMORY
             print(line)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return int(options.check and missed)
 
 
