@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Such tests take most of the suite's time, and what they prove in one combination rarely fails
     in another. Each goes through all four in four days (see tests/thorough.py), while the others
-    of a group of four rest; of a matrix of such tests seven of eight rest. Tests on ranks in both
+    of a group of four rest; of a matrix of such tests fifteen of sixteen rest. Tests on ranks in both
     modes go likewise, and of those that are slow by themselves one of four is run.
     """
     if THOROUGH:
@@ -74,10 +74,10 @@ def _resting(items: list[pytest.Item]) -> set[pytest.Item]:
     left = set()
     for ways in tests.values():
         count = _count(ways[0])
-        taken, offset = turn(offsets.randrange(4), count), offsets.randrange(8)
+        taken, offset = turn(offsets.randrange(4), count), offsets.randrange(16)
         if len(ways) < count:
             continue  # someone asks for them by name
-        groups = 8 if ways[0].get_closest_marker("matrix") is not None else 4
+        groups = 16 if ways[0].get_closest_marker("matrix") is not None else 4
         rests = len(tests) > 1 and turn(offset, groups, days=4) != 0
         left |= {item for item in ways if rests or _combination(item) != taken}
     return left

@@ -1,6 +1,6 @@
 """One small model for every role × every event of its life, on real gloo ranks.
 
-A run of the suite takes an eighth of the pairs, each in one of the four combinations of tp and
+A run of the suite takes a sixteenth of the pairs, each in one of the four combinations of tp and
 mode, in turn; ``make thorough`` takes them all (see tests/thorough.py).
 """
 

@@ -213,6 +213,26 @@ def test_beside_the_stack(join: str, sp: bool) -> None:
 # --- several calls
 
 
+class Ways(nn.Module):
+    """A region beside the stack that is given the model's own argument, or the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.side = stack(MLP).layers, MLP()
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        for layer in self.layers:  # type: ignore[union-attr]
+            x = layer(x)
+        return self.side(x) if z is None else x + self.side(z)
+
+
+@MODES
+def test_calls_that_enter_a_region_at_different_depths(sp: bool) -> None:
+    torch.manual_seed(0)
+    calls = [{"x": x_of(1), "z": x_of(2)}, {"x": x_of(3)}]
+    tpplan.check(Ways(), plan(SIDE, layers="layers.*"), 2, sp, inputs=calls)
+
+
 class Hot(nn.Module):
     """A stack whose second way gives numbers that nobody can compare."""
 

@@ -91,6 +91,7 @@ class _Entries:
                         self.entries.setdefault((call.path, number), (taken, [call.path]))
             elif call.path in self.columns or call.path in self.heads:
                 self.enter(call)
+        self.keep_innermost()
         together: dict[int, list[str]] = {}
         for path, number in self.entries:
             together.setdefault(number, []).append(path)
@@ -102,6 +103,21 @@ class _Entries:
             if all(boundary.arguments != other.arguments for other in known):
                 result[path] = (*known, boundary)
         return result
+
+    def keep_innermost(self) -> None:
+        """A layer that was entered further out in one call than in another would enter twice."""
+        places: dict[str, set[str]] = {}
+        for (path, _), (_, consumers) in self.entries.items():
+            for consumer in consumers:
+                places.setdefault(consumer, set()).add(path)
+        for key, (_, consumers) in list(self.entries.items()):
+            around = f"{key[0]}.".lstrip(".")
+            within = [
+                c for c in consumers if any(p.startswith(around) for p in places[c] - {key[0]})
+            ]
+            consumers[:] = [c for c in consumers if c not in within]
+            if not consumers:
+                del self.entries[key]
 
     def enter(self, call: Call) -> None:
         """What a projection or a head is given enters there, or further out."""
