@@ -43,8 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Such tests take most of the suite's time, and what they prove in one combination rarely fails
     in another. Each goes through all four in four days (see tests/thorough.py), while the others
-    of a group of four rest; of a matrix of such tests fifteen of sixteen rest. Tests on ranks in both
-    modes go likewise, and of those that are slow by themselves one of four is run.
+    of a group of four rest; of a matrix of such tests fifteen of sixteen rest. Tests on ranks in
+    both modes go likewise, and of those that are slow by themselves one of four is run.
     """
     if THOROUGH:
         return
