@@ -51,6 +51,7 @@ def saving_job(mesh: DeviceMesh, case: str) -> Errors:
         found.add(f"{number}: index", same((INDEX in names) == (most == SEVERAL)))
         found.add(f"{number}: draft", same(not any(n.startswith(".") for n in names)))
         dist.barrier()
+    found.add("generation", same((folder / "generation_config.json").exists()))
     again = type(reference).from_pretrained(folder).state_dict()
     alike = all(torch.equal(t, again[n]) for n, t in reference.state_dict().items())
     found.add("by transformers", same(alike))

@@ -47,7 +47,13 @@ def _initialized(model: nn.Module, module: nn.Module) -> Mapping[str, torch.Tens
             name: None if b is None else torch.full_like(b, number, device="cpu")
             for name, b in module._buffers.items()
         }
+        # it draws for parameters as well, which are not to change
+        spare = {
+            name: None if p is None else nn.Parameter(torch.empty(p.shape, device="meta"))
+            for name, p in module._parameters.items()
+        }
         object.__setattr__(twin, "_buffers", blank)
+        object.__setattr__(twin, "_parameters", spare)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             initialize(twin)
         made.append(blank)

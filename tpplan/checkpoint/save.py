@@ -31,7 +31,7 @@ def save_checkpoint(model: nn.Module, path: str | Path, max_file_bytes: int = _M
 
     Every rank calls it, and writes what it holds: names, shapes and order of the numbers are those
     of the unsharded model; of tensors that are tied the first name is kept. A transformers model's
-    config is written too. What the folder held before is whole until the new files are, and only
+    configs are written too. What the folder held before is whole until the new files are, and only
     then removed: whenever the ranks are stopped, either is there.
 
     Args:
@@ -126,11 +126,11 @@ def _publish(
     model: nn.Module, folder: Path, draft: Path, files: Sequence[File], token: str
 ) -> None:
     """Put the new files in their places; the last of them is what makes them count."""
-    config = getattr(model, "config", None)
-    if config is not None and hasattr(config, "save_pretrained"):
-        config.save_pretrained(draft)
-        for written in draft.glob("*.json"):
-            os.replace(written, folder / written.name)
+    for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+        if config is not None and hasattr(config, "save_pretrained"):
+            config.save_pretrained(draft)
+    for written in draft.glob("*.json"):
+        os.replace(written, folder / written.name)
     before = _held(folder)
     if len(files) == 1:
         os.replace(files[0].path, folder / SINGLE)
