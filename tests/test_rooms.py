@@ -34,7 +34,7 @@ PERMITTED: Mapping[str, str] = {
     "rewrite": "compat language kernels compiled comm roles styles observe planner",
     "simulate": "compat language compiled comm roles observe planner rewrite",
     "cost": "layout language compiled observe planner simulate",
-    "checkpoint": "compat comm",
+    "checkpoint": "compat comm progress",
     "shipped": "language",
     "progress": "",
     "completion": "",

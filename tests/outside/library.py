@@ -71,7 +71,7 @@ encoder.layers.*.downsample: replicate
 embeddings: replicate
 layernorm: replicate
 """
-LLAVA_RULES = """
+_LANGUAGE = """
 model.language_model.embed_tokens: {style: vocab, output: gather}
 model.language_model.layers.*.{input,post_attention}_layernorm: sequence_parallel
 model.language_model.layers.*.self_attn.{q,k,v}_proj: colwise
@@ -80,6 +80,10 @@ model.language_model.layers.*.mlp.{gate,up}_proj: colwise
 model.language_model.layers.*.mlp.down_proj: rowwise
 model.language_model.norm: sequence_parallel
 lm_head: vocab
+"""
+LLAVA_RULES = (
+    _LANGUAGE
+    + """
 "**.encoder.layers.*.layer_norm{1,2}": sequence_parallel
 "**.encoder.layers.*.self_attn.{q,k,v}_proj": colwise
 "**.encoder.layers.*.self_attn.out_proj": rowwise
@@ -88,6 +92,7 @@ lm_head: vocab
 "**.{patch,position}_embedding": replicate
 model.multi_modal_projector: replicate
 """
+)
 DECODER_RULES = """
 model.decoder.embed_tokens: vocab
 model.decoder.embed_positions: sequence_parallel
@@ -99,15 +104,9 @@ model.decoder.layers.*.fc2: rowwise
 model.decoder.layer_norm: sequence_parallel
 lm_head: vocab
 """
-QWEN_RULES = """
-model.language_model.embed_tokens: {style: vocab, output: gather}
-model.language_model.layers.*.{input,post_attention}_layernorm: sequence_parallel
-model.language_model.layers.*.self_attn.{q,k,v}_proj: colwise
-model.language_model.layers.*.self_attn.o_proj: rowwise
-model.language_model.layers.*.mlp.{gate,up}_proj: colwise
-model.language_model.layers.*.mlp.down_proj: rowwise
-model.language_model.norm: sequence_parallel
-lm_head: vocab
+QWEN_RULES = (
+    _LANGUAGE
+    + """
 model.visual.patch_embed: replicate
 model.visual.blocks.*.norm{1,2}: replicate
 model.visual.blocks.*.attn.qkv: {style: colwise, packed: [q, k, v]}
@@ -118,6 +117,7 @@ model.visual.merger.ln_q: replicate
 model.visual.merger.mlp.0: colwise
 model.visual.merger.mlp.2: rowwise
 """
+)
 QWEN_LAYERS = "model.language_model.layers.*"  # pictures stay whole
 IMAGE_TOKEN, IMAGE_LENGTH, PATCH = VOCAB - 2, 4, 4
 

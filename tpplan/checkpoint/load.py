@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from tpplan.checkpoint.buffers import recomputed
 from tpplan.checkpoint.files import CheckpointError, Stored, stored_in
 from tpplan.checkpoint.parts import chunks_of
 from tpplan.checkpoint.read import part_of, read_into
+from tpplan.progress import Progress
 
 _SHOWN = 20
 
@@ -53,10 +54,10 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> Loaded:
         model.get_buffer(name).copy_(value)
     wanted = model.state_dict(keep_vars=True)
     read = 0
-    for count, (names, source) in enumerate(places.items(), 1):
-        read += _fill(wanted[names[0]], stored[source])
-        _show(f"{count} of {len(places)} tensors, {read / 1e9:.1f} GB")
-    _show("")
+    with _progress(f"reading {path}") as progress:
+        for count, (names, source) in enumerate(places.items(), 1):
+            read += _fill(wanted[names[0]], stored[source])
+            progress.say(f"reading {path}: {count} of {len(places)} tensors, {read / 1e9:.1f} GB")
     return Loaded(read, len(places))
 
 
@@ -157,9 +158,7 @@ def _fill(tensor: torch.Tensor, stored: Stored) -> int:
     return read
 
 
-def _show(text: str) -> None:
+def _progress(text: str) -> Progress:
     """How far it is, on a terminal of the first rank."""
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    if first and sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text}")
-        sys.stderr.flush()
+    return Progress(text, None if first else io.StringIO())

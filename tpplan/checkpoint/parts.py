@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -27,6 +28,11 @@ def chunks_of(tensor: torch.Tensor) -> Iterator[tuple[Sequence[int], torch.Tenso
             yield offsets, local.narrow(dim, at, sizes[dim])
         return
     yield [start for start, _ in block(tensor)], local
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, to read into or to write from."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def is_first_with(tensor: Chunked, offsets: Sequence[int]) -> bool:

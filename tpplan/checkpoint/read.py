@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import os
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from tpplan.checkpoint.files import Stored
+from tpplan.checkpoint.parts import bytes_of
 
 _AT_ONCE = 2**30  # some systems read no more than 2 GiB in one call
 
@@ -34,7 +34,7 @@ def read_into(part: torch.Tensor, stored: Stored, offsets: Sequence[int]) -> Non
     """
     if not part.numel():
         return
-    memory = memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")
+    memory = bytes_of(part)
     with stored.path.open("rb", buffering=0) as file:
         at = 0
         for start, length in runs(stored, offsets, part.shape):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import secrets
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.checkpoint.files import INDEX, SINGLE, CheckpointError, Stored, stored_in
 from tpplan.checkpoint.layout import File, laid_out
-from tpplan.checkpoint.parts import chunks_of, is_first_with
+from tpplan.checkpoint.parts import bytes_of, chunks_of, is_first_with
 from tpplan.checkpoint.read import runs
 from tpplan.comm.chunked import Chunked
 
@@ -113,7 +112,7 @@ def _put(file: int, local: torch.Tensor, stored: Stored, offsets: Sequence[int])
     part = local.detach().cpu().contiguous()
     if not part.numel():
         return
-    memory = memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")
+    memory = bytes_of(part)
     at = 0
     for start, length in runs(stored, offsets, part.shape):
         done = 0

@@ -11,7 +11,7 @@ from tpplan.layout import MisfitError
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
 from tpplan.planner.match import fold, folded, nearly
-from tpplan.styles import Style, named, those_with
+from tpplan.styles import Style, for_parameters, named
 from tpplan.styles.colwise import COLWISE
 from tpplan.styles.replicate import REPLICATE
 from tpplan.styles.rowwise import ROWWISE
@@ -48,7 +48,7 @@ def _check_bare(model: nn.Module, tp: int, complaints: Complaints) -> None:
     for name, rule in complaints.matches.parameters.items():
         style = named(rule.style)
         if style.bare is None:
-            known = ", ".join(f"'{style}'" for style in those_with("bare"))
+            known = ", ".join(f"'{style}'" for style in for_parameters())
             message = f"a bare parameter can be one of {known}, not '{rule.style}'"
             hint = f"{COLWISE.name} cuts its first dimension, {REPLICATE.name} leaves it whole"
             complaints.say(message, rule.position, hint)

@@ -118,7 +118,6 @@ class _Compiler(Outcome):
             path: frozenset(rule.options.get("gather") or ())  # type: ignore[call-overload]
             for path, rule in self.matches.modules.items()
         }
-        self.cut = self.cut_by_own_rules()
         cut = {name: named(rule.style) for name, rule in self.cut.items()}
         cut = {name: style for name, style in cut.items() if style.columns or style.sums}
         aliases = {names[0]: names for names in self.placing.names.values()}
@@ -183,9 +182,9 @@ class _Compiler(Outcome):
             if len(names) > 1
             for name in names
         }
-        held, cut = {*tied, *self.lists}, self.cut_by_own_rules()
-        rules = self.matches.modules
-        self.unreached = unreached(self.model, self.trace, rules, cut, held)
+        rules, held = self.matches.modules, {*tied, *self.lists}
+        self.cut = self.cut_by_own_rules()
+        self.unreached = unreached(self.model, self.trace, rules, self.cut, held)
         self.sizes.orient(self.trace)
         return drawing
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -64,17 +65,21 @@ def as_rank(
             restore()
 
 
+def own_part(whole: torch.Tensor, placed: Placement, rank: int, tp: int) -> torch.Tensor:
+    """What a rank has of a tensor that is cut evenly, or by rows; a copy."""
+    if isinstance(placed, Rows):
+        return placed.take(whole, rank)
+    assert isinstance(placed, Shard)
+    each = whole.size(placed.dim) // tp
+    return whole.narrow(placed.dim, rank * each, each).clone()
+
+
 def _cut(
     table: dict[str, nn.Parameter | None], leaf: str, placed: Placement, rank: int, tp: int
 ) -> Callable[[], None]:
     whole = table[leaf]
     assert whole is not None
-    if isinstance(placed, Rows):
-        own = placed.take(whole, rank)
-    else:
-        assert isinstance(placed, Shard)
-        each = whole.size(placed.dim) // tp
-        own = whole.narrow(placed.dim, rank * each, each)
+    own = own_part(whole, placed, rank, tp)
     table[leaf] = nn.Parameter(own, requires_grad=False)
     return lambda: table.__setitem__(leaf, whole)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import unfused
@@ -27,7 +28,7 @@ from tpplan.layout import Rows
 from tpplan.observe.likeness import identity, shared_tensors
 from tpplan.places import at, taken, with_at
 from tpplan.planner.match import folded
-from tpplan.planner.rank_part import as_rank
+from tpplan.planner.rank_part import as_rank, own_part
 from tpplan.planner.stand_in import stand_in
 from tpplan.planner.stops import Stop, kind_of, place_of
 from tpplan.roles.heads import heads_of, own_heads
@@ -352,10 +353,9 @@ class _Replay:
 
 def _own_columns(whole: torch.Tensor, rows: Rows | None, rank: int, tp: int) -> torch.Tensor:
     """What a rank has of the last dimension, cut evenly or as a weight's rows are."""
-    if rows is not None:
-        return Rows(whole.dim() - 1, rows.pieces).take(whole, rank)
-    each = whole.size(-1) // tp
-    return whole.narrow(-1, rank * each, each).clone()
+    last = whole.dim() - 1
+    placed = Shard(last) if rows is None else Rows(last, rows.pieces)
+    return own_part(whole, placed, rank, tp)
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

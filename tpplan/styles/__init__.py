@@ -40,9 +40,18 @@ def named(style: str | None) -> Style:
     return NONE if style is None else STYLES[style]
 
 
-def those_with(trait: str) -> list[str]:
-    """The names of the styles of which something is said, for messages."""
-    return [name for name, style in STYLES.items() if getattr(style, trait) is not None]
+def for_parameters() -> list[str]:
+    """The names of the styles that a bare parameter can have, for messages."""
+    return [name for name, style in STYLES.items() if style.bare is not None]
 
 
-__all__ = ["NONE", "STYLES", "Style", "divisors", "named", "register", "runs_as", "those_with"]
+__all__ = [
+    "NONE",
+    "STYLES",
+    "Style",
+    "divisors",
+    "for_parameters",
+    "named",
+    "register",
+    "runs_as",
+]
