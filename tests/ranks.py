@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import gc
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,8 +41,19 @@ class RankError(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
+def _stacks(store: str, rank: int) -> Path:
+    """Where a rank that is asked writes what it is doing."""
+    return Path(f"{store}.{rank}.stacks")
+
+
 def _serve(rank: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    with open(_stacks(store, rank), "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)  # which is kept open
+        _serve_jobs(rank, store, pipe)
+
+
+def _serve_jobs(rank: int, store: str, pipe: Connection) -> None:
     gc.collect()
     gc.freeze()  # what no test has made is not looked through by each that compiles
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
@@ -80,7 +95,7 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        store = tempfile.mktemp(dir=self._folder.name)
+        self._store = store = tempfile.mktemp(dir=self._folder.name)
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._pipes = []
@@ -106,23 +121,37 @@ class Ranks:
         pipes = self._pipes[:count]
         for pipe in pipes:
             pipe.send((function, (device, shape), args))
-        results, failures = [], []
+        results: list[Any] = []
+        failures: dict[str, list[str]] = {}  # what went wrong, and the ranks that say so
         for rank, pipe in enumerate(pipes):
             if not pipe.poll(2 * TIMEOUT if not failures else TIMEOUT):
-                failures.append(f"rank {rank} did not answer")
-                continue
-            try:
-                fine, value = pipe.recv()
-            except EOFError:  # gloo ends a process where ranks send different things
-                failures.append(f"rank {rank} died")
-                continue
-            (results if fine else failures).append(value if fine else f"rank {rank}: {value}")
+                fine, value = False, f"did not answer; it was in\n{self._doing(rank)}"
+            else:
+                try:
+                    fine, value = pipe.recv()
+                except EOFError:  # gloo ends a process where ranks send different things
+                    fine, value = False, "died"
+            if fine:
+                results.append(value)
+            else:
+                failures.setdefault(value, []).append(str(rank))
         if failures:
             # the others may hang in a collective: start afresh for the next test
             self._stop(kill=True)
             self._start()
-            raise RankError("\n".join(failures))
+            # who stands alone is the one to look at
+            shown = sorted(failures.items(), key=lambda failure: len(failure[1]))
+            raise RankError("\n".join(f"rank {', '.join(r)}: {what}" for what, r in shown))
         return results
+
+    def _doing(self, rank: int) -> str:
+        """The stack of a rank that does not answer."""
+        process = self._processes[rank]
+        if process.pid is None or not process.is_alive():
+            return "a process that has ended"
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return _stacks(self._store, rank).read_text() or "something that lets no signal through"
 
     def _stop(self, kill: bool) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
