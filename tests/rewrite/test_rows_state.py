@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -180,7 +181,7 @@ def checkpoint_job(mesh: DeviceMesh, sp: bool, case: str) -> Errors:
 
 
 def full_state_job(mesh: DeviceMesh, sp: bool) -> Errors:
-    """torch's own functions for full state dicts: out; in, they are right, or raise."""
+    """torch's own functions for full state dicts: out, and in again."""
     found = Findings()
     for case in ("gpt2", "phi3", "llama 1"):
         saved = trained(case, 1, lambda m, case=case: sharded(case, m, mesh, sp))
@@ -205,17 +206,58 @@ def full_state_job(mesh: DeviceMesh, sp: bool) -> Errors:
             other = {name: 2 * value for name, value in expected.items()}
             given = dict(other) if dist.get_rank() == 0 or not broadcast else {}
             title = f"{case}: set, broadcast={broadcast}"
-            try:
-                set_model_state_dict(saved[0], given, options=options)
-                # possible where every rank holds all rows: one KV head for all
-                for name, p in saved[0].named_parameters():
-                    found.add(f"{title}: {name}", same(torch.equal(full(p), other[name])))
-            except RuntimeError as e:
-                told = "Rows" in str(e) or "must match" in str(e)
-                found.add(f"{title} is refused: {e}", same(told))
+            set_model_state_dict(saved[0], given, options=options)
+            for name, p in saved[0].named_parameters():
+                found.add(f"{title}: {name}", same(torch.equal(full(p), other[name])))
         saved[0].load_state_dict(expected)  # each rank takes its rows
         for name, p in saved[0].named_parameters():
             found.add(f"{case}: {name} loaded", same(torch.equal(full(p), expected[name])))
+    return found.errors
+
+
+def full_optimizer_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """The state of an unsharded model's optimizer, into that of a sharded one."""
+    found = Findings()
+    for case in ("gpt2", "llama 1"):
+        whole = trained(case, 1, lambda m: m)
+        state = get_optimizer_state_dict(*whole)
+        for broadcast in (False, True):
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+            model, optimizer = trained(case, 2, lambda m, case=case: sharded(case, m, mesh, sp))
+            model.load_state_dict(whole[0].state_dict())
+            given = copy.deepcopy(state) if dist.get_rank() == 0 or not broadcast else {}
+            with found.case(f"{case}, broadcast={broadcast}"):
+                set_optimizer_state_dict(model, optimizer, given, options=options)
+                errors = states_differ(whole, (model, optimizer))
+                found.add(f"{case}, broadcast={broadcast}", errors)
+    return found.errors
+
+
+def async_job(mesh: DeviceMesh, sp: bool, case: str) -> Errors:
+    """Saved while the model goes on training, by whatever copies the state first."""
+    found = Findings()
+    stagers: dict[str, dict[str, Any]] = {
+        "torch's choice": {},
+        "blocking": {"async_stager": BlockingAsyncStager()},
+    }
+    for title, options in stagers.items():
+        with found.case(f"{case}, {title}"), folder(mesh) as path:
+            model, optimizer = trained(case, 1, lambda m: sharded(case, m, mesh, sp))
+            moments = get_optimizer_state_dict(model, optimizer)
+            expected = trained(case, 1, lambda m: sharded(case, m, mesh, sp))
+            state = {"model": model.state_dict(), "optimizer": moments}
+            saving = dcp.async_save(state, checkpoint_id=path, **options)
+            getattr(saving, "upload_completion", saving).result()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            dist.barrier()
+            whole = trained(case, 2, lambda m: m)
+            into = {"model": whole[0].state_dict(), "optimizer": get_optimizer_state_dict(*whole)}
+            dcp.load(into, checkpoint_id=path)
+            whole[0].load_state_dict(into["model"])
+            set_optimizer_state_dict(*whole, into["optimizer"])
+            found.add(f"{case}, {title}", states_differ(expected, whole))
     return found.errors
 
 
@@ -274,7 +316,7 @@ def fsdp_job(mesh: DeviceMesh, sp: bool, case: str) -> Errors:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "sp"),
-    [(copies_job, False), (meta_job, True), (full_state_job, True)],
+    [(copies_job, False), (meta_job, True), (full_state_job, True), (full_optimizer_job, True)],
     ids=lambda value: getattr(value, "__name__", str(value)).removesuffix("_job"),
 )
 def test_state(ranks: Ranks, job: Any, sp: bool) -> None:
@@ -285,6 +327,12 @@ def test_state(ranks: Ranks, job: Any, sp: bool) -> None:
 @pytest.mark.parametrize("case", ["gpt2", "bigcode"])
 def test_checkpoints(ranks: Ranks, case: str) -> None:
     assert not beyond(ranks.run(4, checkpoint_job, True, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gpt2", "llama 2"])
+def test_async(ranks: Ranks, case: str) -> None:
+    assert not beyond(ranks.run("1x4", async_job, True, case))
 
 
 @pytest.mark.slow

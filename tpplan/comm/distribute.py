@@ -29,6 +29,7 @@ def distributed(
             result = compat.dtensor(local.clone(), compat.spec_of(result))
         return result
     compat.kept_by_fsdp(Rows, RowsTensor)
+    compat.full_states_by(Rows, taken)
     local = scattered(value, mesh, placement, source)
     return RowsTensor.wrap(local, mesh, placement, value.shape)
 

@@ -32,6 +32,7 @@ _LOCAL = frozenset(
 )  # fmt: skip
 _NORMS = frozenset({"linalg_vector_norm", "norm", "_foreach_norm", "_foreach_powsum"})
 _WHOLE_LISTS = frozenset({"_foreach_max", "_foreach_mm"})  # they mix the rows of a tensor
+_FACTORIES = frozenset({"new_empty", "new_zeros", "new_ones", "new_full"})
 _RESHAPES = frozenset({"view", "_unsafe_view", "expand", "reshape"})
 # torch.compile cannot trace the constructor of a DTensor's subclass, but an op that it handles
 _library = torch.library.Library("tpplan", "FRAGMENT")
@@ -68,6 +69,10 @@ class RowsTensor(Chunked):
             return _like(*args)
         if name in _NORMS and _counts_once(args, kwargs):
             return func(*tree_map(_owned, args), **tree_map(_owned, kwargs))
+        if name in _FACTORIES and tuple(args[1]) == tuple(args[0].shape):
+            # async checkpoints copy tensors with it
+            local = compat.local_of(args[0])
+            return _like(func(local, local.shape, *args[2:], **kwargs), args[0])
         if torch.Tag.nondeterministic_seeded not in func.tags:
             if name in _RESHAPES and tuple(args[1]) == tuple(args[0].shape):
                 return _like(compat.local_of(args[0]).view_as(compat.local_of(args[0])), args[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -146,3 +146,41 @@ def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
 
     built.placements = (placement, *getattr(build, "placements", ()))  # type: ignore[attr-defined]
     vars(_fsdp_param)["_from_local_no_grad"] = built
+
+
+def full_states_by(
+    placement: type[Placement], place: Callable[[torch.Tensor, DTensorSpec], DTensor]
+) -> None:
+    """Have torch's functions for full state dicts ``place`` what is placed by ``placement``.
+
+    They know torch's own placements: others they refuse, or take for tensors that are not cut.
+    """
+    from torch.distributed import _state_dict_utils as utils
+
+    distribute = there(utils, "distribute_tensor")
+    fill = there(utils, "_distribute_tensors")
+    if placement in getattr(fill, "placements", ()):
+        return
+
+    def by_placement(placements: Sequence[Placement]) -> bool:
+        return any(isinstance(where, placement) for where in placements)
+
+    def distributed(
+        tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+    ) -> DTensor:
+        if by_placement(placements):
+            return place(tensor, dtensor_spec(mesh, placements, tensor.shape, tensor.dtype))
+        return distribute(tensor, mesh, placements)  # type: ignore[no-any-return]
+
+    def filled(states: dict[str, Any], keys: list[str], *rest: Any) -> None:
+        others = []
+        for key in keys:
+            state = states.get(key)  # of a DTensor, with the whole one
+            if isinstance(state, tuple) and by_placement(state[0].placements):
+                states[key] = place(state[1], spec_of(state[0]))
+            else:
+                others.append(key)
+        fill(states, others, *rest)
+
+    filled.placements = (placement, *getattr(fill, "placements", ()))  # type: ignore[attr-defined]
+    vars(utils).update(distribute_tensor=distributed, _distribute_tensors=filled)
