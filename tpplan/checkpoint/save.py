@@ -6,12 +6,10 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,10 +17,10 @@ from tpplan.checkpoint.files import INDEX, SINGLE, CheckpointError, Stored, stor
 from tpplan.checkpoint.layout import File, laid_out
 from tpplan.checkpoint.parts import bytes_of, chunks_of, is_first_with
 from tpplan.checkpoint.read import runs
+from tpplan.checkpoint.together import everyones, from_first, is_first, rank, together
 from tpplan.comm.chunked import Chunked
 
 _MOST = 5 * 10**9
-T = TypeVar("T")
 
 
 def save_checkpoint(model: nn.Module, path: str | Path, max_file_bytes: int = _MOST) -> None:
@@ -40,16 +38,17 @@ def save_checkpoint(model: nn.Module, path: str | Path, max_file_bytes: int = _M
         ValueError: on every rank, where ranks hold different models, or one of them cannot write.
     """
     tensors = _tensors(model)
-    folder, token = Path(path), _from_first(secrets.token_hex(4))
+    folder, token = Path(path), from_first(secrets.token_hex(4))
     _require_same({name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()})
     draft = folder / f".tpplan-{token}"
     files = laid_out(tensors, draft, max_file_bytes)
+    failure = "the checkpoint was not saved"
     try:
-        _together(lambda: _begin(draft, files), first_only=True)
-        _together(lambda: _write(tensors, files))
-        _together(lambda: _publish(model, folder, draft, files, token), first_only=True)
+        together(lambda: _begin(draft, files), failure, first_only=True)
+        together(lambda: _write(tensors, files), failure)
+        together(lambda: _publish(model, folder, draft, files, token), failure, first_only=True)
     finally:
-        if _is_first():
+        if is_first():
             shutil.rmtree(draft, ignore_errors=True)
 
 
@@ -90,14 +89,14 @@ def _write(tensors: Mapping[str, torch.Tensor], files: Iterable[File]) -> None:
 def _lowest(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether this rank is of the first of several groups that each hold the whole model."""
     meshes = (t.device_mesh.mesh for t in tensors if isinstance(t, DTensor))
-    first = next((int(mesh.min()) for mesh in meshes), _rank())
-    return first == min(_everyones(first))
+    first = next((int(mesh.min()) for mesh in meshes), rank())
+    return first == min(everyones(first))
 
 
 def _own(tensor: torch.Tensor, lowest: bool) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
     """The blocks of a tensor that this rank writes: each is written once."""
     if not isinstance(tensor, DTensor):
-        yield from chunks_of(tensor) if _is_first() else ()
+        yield from chunks_of(tensor) if is_first() else ()
         return
     here = tensor.device_mesh.get_coordinate() or ()
     alike = zip(here, tensor.placements, strict=True)
@@ -158,48 +157,12 @@ def _held(folder: Path) -> set[str]:
         return names
 
 
-# --- what ranks do together; a process without others does it alone
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _is_first() -> bool:
-    return _rank() == 0
-
-
-def _everyones(value: T) -> list[T]:
-    if not dist.is_initialized():
-        return [value]
-    told: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value)
-    return told  # type: ignore[return-value]
-
-
-def _from_first(value: T) -> T:
-    return _everyones(value)[0]
-
-
 def _require_same(held: Mapping[str, object]) -> None:
     """Raise on every rank where they do not hold the same tensors."""
-    everyone = _everyones(dict(held))
-    for rank, other in enumerate(everyone):
+    everyone = everyones(dict(held))
+    for number, other in enumerate(everyone):
         names = everyone[0].keys() | other.keys()
         odd = sorted(name for name in names if everyone[0].get(name) != other.get(name))
         if odd:
             differ = f"{', '.join(odd[:4])} differ"
-            raise ValueError(f"rank {rank} holds another model than rank 0: {differ}")
-
-
-def _together(work: Callable[[], None], first_only: bool = False) -> None:
-    """Do it, on every rank or the first, and raise on all of them what one of them raised."""
-    problem: str | None = None
-    if not first_only or _is_first():
-        try:
-            work()
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    for rank, told in enumerate(_everyones(problem)):
-        if told is not None:
-            raise ValueError(f"the checkpoint was not saved: rank {rank} stopped with {told}")
+            raise ValueError(f"rank {number} holds another model than rank 0: {differ}")

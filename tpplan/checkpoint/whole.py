@@ -1,0 +1,75 @@
+"""``save_pretrained`` of a sharded transformers model: what the unsharded one writes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tpplan import compat
+from tpplan.checkpoint.together import from_first, is_first, together
+
+_TAUGHT = "_tpplan_save_pretrained"
+
+
+def teach_saving(kind: type[nn.Module]) -> None:
+    """Have ``save_pretrained`` of transformers' class of models write sharded ones.
+
+    Every rank calls it; the first one gets the whole tensors, one after the other, into the memory
+    of its CPU, and writes them with transformers' own code and all its options.
+    """
+    if _TAUGHT in vars(kind):
+        return
+    save: Any = kind.save_pretrained  # type: ignore[attr-defined]
+
+    @functools.wraps(save)
+    def taught(
+        self: nn.Module,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if not any(isinstance(p, DTensor) for p in self.parameters()):
+            save(self, save_directory, is_main_process, state_dict, *args, **kwargs)
+            return
+        whole = whole_state(self.state_dict() if state_dict is None else state_dict)
+        together(
+            lambda: save(self, save_directory, is_main_process, whole, *args, **kwargs),
+            "the model was not saved",
+            first_only=True,
+        )
+
+    setattr(kind, _TAUGHT, save)
+    kind.save_pretrained = taught  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def whole_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """On the first rank the tensors of ``state``, each whole and on the CPU; on others nothing.
+
+    Every rank calls it with the tensors that it holds; which are wanted is for the first to say.
+    What is one tensor under several names stays one.
+    """
+    whole: dict[Hashable, torch.Tensor] = {}
+    found: dict[str, Any] = {}
+    for name, place in from_first([(name, _place(name, value)) for name, value in state.items()]):
+        value = state[name]
+        if isinstance(value, DTensor) and place not in whole:
+            gathered = value.full_tensor()
+            whole[place] = gathered.cpu() if is_first() else gathered.new_empty(0)
+        if is_first():
+            found[name] = whole.get(place, value)
+    return found
+
+
+def _place(name: str, value: Any) -> Hashable:
+    """Alike for the names of one sharded tensor."""
+    if not isinstance(value, DTensor) or not (at := compat.local_of(value).data_ptr()):
+        return name
+    return at, value.shape, value.dtype
