@@ -36,11 +36,12 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.ids[index], "labels": self.labels[index]}
 
-    def batches(self, size: int) -> Iterator[dict[str, torch.Tensor]]:
-        """In order."""
-        for start in range(0, len(self), size):
-            chosen = slice(start, start + size)
-            yield {"input_ids": self.ids[chosen], "labels": self.labels[chosen]}
+    def batches(self, size: int, groups: int = 1) -> Iterator[dict[str, torch.Tensor]]:
+        """In order; for groups that take turns text by text, each group's."""
+        for start in range(0, len(self), size * groups):
+            for group in range(groups):
+                chosen = slice(start + group, start + size * groups, groups)
+                yield {"input_ids": self.ids[chosen], "labels": self.labels[chosen]}
 
 
 def fresh() -> None:
@@ -54,10 +55,10 @@ def fresh() -> None:
     GradientState._reset_state()
 
 
-def sharded(mesh: DeviceMesh, sp: bool, **changes: Any) -> Any:
+def sharded(mesh: DeviceMesh, sp: bool) -> Any:
     """A model as a user would have it; over "dp", where there is one, by FSDP2."""
     model = tpplan.parallelize(
-        hf(**changes), "llama.yaml", mesh=mesh, sequence_parallel=sp, prove=False
+        hf(), "llama.yaml", mesh=mesh, sequence_parallel=sp, prove=False
     )
     if mesh.ndim > 1:
         for layer in model.model.layers:  # type: ignore[union-attr]
@@ -72,7 +73,7 @@ def groups(mesh: DeviceMesh) -> int:
 
 
 def reference(
-    batches: int, *, rate: bool = True, per_token: bool = True, **changes: Any
+    batches: int, *, rate: bool = True, per_token: bool = True, groups: int = 1
 ) -> tuple[nn.Module, list[float]]:
     """An unsharded model after training, and its losses.
 
@@ -80,13 +81,14 @@ def reference(
         batches: how many a step is made of.
         rate: whether the learning rate falls linearly.
         per_token: whether a step's loss is that of all its tokens; else the mean over batches.
+        groups: which take turns text by text.
     """
-    model = hf(**changes)
+    model = hf()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 1 - step / STEPS if rate else 1.0
     )
-    data, losses = Texts().batches(BATCH), []
+    data, losses = Texts().batches(BATCH, groups), []
     for _ in range(STEPS):
         step = [next(data) for _ in range(batches)]
         tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in step)
