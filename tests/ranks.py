@@ -104,7 +104,9 @@ class Ranks:
         self._processes = []
         for rank in range(self._world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._world, store, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._world, store, theirs), daemon=True
+            )
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)

@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import tpplan
 from tests.compare import Errors, Findings, beyond, same
-from tests.gpt import GPT
-from tests.models import hf
 from tests.ranks import Ranks
 from tests.rewrite import MODES
 from tests.trainers.training import (
@@ -76,3 +73,40 @@ def test_training(pair: Ranks, accumulated: int, late: bool, sp: bool) -> None:
 @MODES
 def test_with_fsdp(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run("2x2", training_job, sp, 2, False))
+
+
+def shuffling_job(mesh: DeviceMesh, apart: bool) -> Errors:
+    """``apart``: the ranks stand elsewhere in the random sequence."""
+    from accelerate import Accelerator
+
+    fresh()
+    found = Findings()
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(sharded(mesh, sp=False))
+    torch.manual_seed(dist.get_rank() if apart else 5)
+    loader = torch.utils.data.DataLoader(Texts(), batch_size=BATCH, shuffle=True)
+    prepared = accelerator.prepare(loader)
+    orders = []
+    for epoch in range(2):
+        torch.manual_seed(dist.get_rank() if apart else 5)
+        order = torch.cat([batch["input_ids"] for batch in prepared])
+        orders.append(order)
+        everybody = [torch.empty_like(order) for _ in range(mesh.size())]
+        dist.all_gather(everybody, order)
+        found.add(f"epoch {epoch}", same(all(torch.equal(other, order) for other in everybody)))
+    if apart:
+        found.add("another order", same(not torch.equal(*orders)))
+    else:
+        torch.manual_seed(5)
+        unsharded = torch.utils.data.DataLoader(Texts(), batch_size=BATCH, shuffle=True)
+        expected = torch.cat([batch["input_ids"] for batch in unsharded])
+        found.add("as it would be", same(torch.equal(orders[0], expected)))
+    found.add("shuffled", same(not torch.equal(orders[0], Texts().ids)))
+    model(**next(iter(prepared)))
+    return found.errors
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_shuffling(pair: Ranks, apart: bool) -> None:
+    """All ranks of a tp group draw one order."""
+    assert not beyond(pair.run(2, shuffling_job, apart), 0.0)

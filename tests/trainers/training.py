@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +26,8 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         generator = torch.Generator().manual_seed(3)
         self.ids = torch.randint(3, 13, (count, LENGTH), generator=generator)
         self.labels = self.ids.clone()
-        for labels, given in zip(self.labels, random.Random(0).choices(range(6), k=count)):
-            labels[:given] = -100
+        for labels in self.labels:
+            labels[: int(torch.randint(0, 6, (), generator=generator))] = -100
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -57,9 +56,7 @@ def fresh() -> None:
 
 def sharded(mesh: DeviceMesh, sp: bool) -> Any:
     """A model as a user would have it; over "dp", where there is one, by FSDP2."""
-    model = tpplan.parallelize(
-        hf(), "llama.yaml", mesh=mesh, sequence_parallel=sp, prove=False
-    )
+    model = tpplan.parallelize(hf(), "llama.yaml", mesh=mesh, sequence_parallel=sp, prove=False)
     if mesh.ndim > 1:
         for layer in model.model.layers:  # type: ignore[union-attr]
             fully_shard(layer, mesh=mesh["dp"])
@@ -108,7 +105,9 @@ def reference(
     return model, losses
 
 
-def compared(model: nn.Module, losses: list[float], by_hand: tuple[nn.Module, list[float]]) -> Errors:
+def compared(
+    model: nn.Module, losses: list[float], by_hand: tuple[nn.Module, list[float]]
+) -> Errors:
     """How far the losses of a training, and what became of the model, are from the reference."""
     found = Findings()
     trained, expected = by_hand
