@@ -117,7 +117,7 @@ def _teach(accelerate: Any) -> None:
 
 def _teach_accelerator(kind: Any) -> None:
     prepare, prepare_model = kind.prepare, kind.prepare_model
-    prepare_data_loader = kind.prepare_data_loader
+    prepare_data_loader, save_state = kind.prepare_data_loader, kind.save_state
 
     @functools.wraps(prepare)
     def models_first(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,8 +141,18 @@ def _teach_accelerator(kind: Any) -> None:
         _shuffle_alike(self, data_loader)
         return prepare_data_loader(self, data_loader, *args, **kwargs)
 
+    @functools.wraps(save_state)
+    def of_whole_models(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_fsdp2 and any(_is_sharded(model) for model in self._models):
+            raise ValueError(
+                "Accelerator.save_state would write one rank's part of the model and of its "
+                "optimizer; write the model with tpplan.save_checkpoint, and the optimizer with "
+                "torch.distributed.checkpoint"
+            )
+        return save_state(self, *args, **kwargs)
+
     kind.prepare, kind.prepare_model = models_first, as_it_is
-    kind.prepare_data_loader = in_one_order
+    kind.prepare_data_loader, kind.save_state = in_one_order, of_whole_models
 
 
 def _teach_parallelism(kind: Any) -> None:

@@ -140,6 +140,19 @@ def test_processes_must_be_seen(pair: Ranks) -> None:
         assert all("each of the 2 processes for the only one" in text for text in said)
 
 
+def state_job(mesh: DeviceMesh) -> str:
+    from accelerate import Accelerator
+
+    fresh()
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(sharded(mesh, sp=False))
+    return message(lambda: accelerator.save_state(str(shared_folder()), safe_serialization=False))
+
+
+def test_no_state_of_one_rank(pair: Ranks) -> None:
+    assert all("would write one rank's part" in said for said in pair.run(2, state_job))
+
+
 def wrapped_job(mesh: DeviceMesh) -> list[str]:
     model = tpplan.parallelize(hf(), "llama.yaml", mesh=mesh, prove=False)
     by_group = message(lambda: DistributedDataParallel(model, process_group=mesh["dp"].get_group()))
