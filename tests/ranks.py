@@ -46,32 +46,33 @@ def _stacks(store: str, rank: int) -> Path:
     return Path(f"{store}.{rank}.stacks")
 
 
-def _serve(rank: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     with open(_stacks(store, rank), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)  # which is kept open
-        _serve_jobs(rank, store, pipe)
+        _serve_jobs(rank, world, store, pipe)
 
 
-def _serve_jobs(rank: int, store: str, pipe: Connection) -> None:
+def _serve_jobs(rank: int, world: int, store: str, pipe: Connection) -> None:
     gc.collect()
     gc.freeze()  # what no test has made is not looked through by each that compiles
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
-        world_size=WORLD,
+        world_size=world,
         timeout=datetime.timedelta(seconds=TIMEOUT),
     )
     if DEVICE == "cuda":
         torch.cuda.set_device(0)  # which all ranks share: gloo sends through the host
     meshes: dict[tuple[str, int | str], DeviceMesh] = {}
     for device in dict.fromkeys(("cpu", DEVICE)):
-        for tp in range(2, WORLD + 1):
+        for tp in range(2, world + 1):
             meshes[device, tp] = DeviceMesh(device, list(range(tp)), mesh_dim_names=("tp",))
-    meshes["cpu", "2x2"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-    meshes["cpu", "1x4"] = DeviceMesh("cpu", [[0, 1, 2, 3]], mesh_dim_names=("dp", "tp"))
+    if world == WORLD:
+        meshes["cpu", "2x2"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        meshes["cpu", "1x4"] = DeviceMesh("cpu", [[0, 1, 2, 3]], mesh_dim_names=("dp", "tp"))
     while True:
         job = pipe.recv()
         if job is None:
@@ -88,9 +89,10 @@ def _serve_jobs(rank: int, store: str, pipe: Connection) -> None:
 
 
 class Ranks:
-    """Four processes; each job runs on the first ones of them."""
+    """Four processes, or as many as are asked for; each job runs on the first ones of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int = WORLD) -> None:
+        self._world = world
         self._folder = tempfile.TemporaryDirectory()
         self._start()
 
@@ -100,9 +102,11 @@ class Ranks:
         context.set_forkserver_preload(PRELOADED)
         self._pipes = []
         self._processes = []
-        for rank in range(WORLD):
+        for rank in range(self._world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._world, store, theirs), daemon=True
+            )
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -117,7 +121,7 @@ class Ranks:
         Args:
             shape: a tp size, or "2x2" or "1x4": dp and tp.
         """
-        count = WORLD if isinstance(shape, str) else shape
+        count = self._world if isinstance(shape, str) else shape
         pipes = self._pipes[:count]
         for pipe in pipes:
             pipe.send((function, (device, shape), args))

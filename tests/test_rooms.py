@@ -40,8 +40,10 @@ PERMITTED: Mapping[str, str] = {
     "completion": "",
     "render": "version layout language kernels compiled planner simulate cost shipped",
     "proof": "compat layout language places compiled comm styles observe planner rewrite simulate",
+    "trainers": "rewrite",
     "hf": "language styles planner shipped",
-    "api": "compat language kernels compiled planner rewrite simulate cost shipped render proof",
+    "api": "compat language kernels compiled planner rewrite trainers simulate cost shipped render "
+    "proof",
     "pretrained": "models checkpoint shipped api",
     "cli": "version language models planner progress completion shipped render proof api",
     "__main__": "cli",

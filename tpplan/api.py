@@ -25,6 +25,7 @@ from tpplan.proof import Verification
 from tpplan.rewrite import apply, plan_of
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.shipped import PlanSource, load_plan
+from tpplan.trainers import introduce
 
 if TYPE_CHECKING:
     from tpplan.cost.hardware import HardwareSource
@@ -79,7 +80,10 @@ def parallelize(
         if prove:
             proof.prove_once(model, compiled, tp_mesh, inputs)
         rehearse(model, compiled, tp_mesh, inputs)
-    return apply(model, compiled, tp_mesh, src_data_rank)
+    apply(model, compiled, tp_mesh, src_data_rank)
+    if tp_mesh is not None and tp > 1:
+        introduce(model, tp_mesh)
+    return model
 
 
 def dry_run(

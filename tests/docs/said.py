@@ -12,7 +12,16 @@ from tests.docs.pages import ROOT
 
 PACKAGE = ROOT / "tpplan"
 # where users are told what is wrong with a plan, a model, or a call of a sharded one
-ROOMS = ("planner", "proof", "rewrite", "styles", "roles", "layout.py", "shipped.py")
+ROOMS = (
+    "planner",
+    "proof",
+    "rewrite",
+    "styles",
+    "roles",
+    "layout.py",
+    "shipped.py",
+    "trainers.py",
+)
 # what says what to do needs no page: the place of the hint among a call's arguments, ...
 _HINTS = {"Diagnostic": 2, "say": 2, "about": 3, "by_rule": 1, "_say": 3, "_about": 2}
 # ... functions and classes elsewhere that make hints, and those that write reports

@@ -1,0 +1,1 @@
+"""Sharded models in the trainers of other libraries, on real gloo ranks."""
