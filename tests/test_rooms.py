@@ -40,7 +40,7 @@ PERMITTED: Mapping[str, str] = {
     "completion": "",
     "render": "version layout language kernels compiled planner simulate cost shipped",
     "proof": "compat layout language places compiled comm styles observe planner rewrite simulate",
-    "trainers": "rewrite",
+    "trainers": "checkpoint rewrite",
     "hf": "language styles planner shipped",
     "api": "compat language kernels compiled planner rewrite trainers simulate cost shipped render "
     "proof",

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import RandomSampler
 
+from tpplan.checkpoint import teach_saving, whole_state
 from tpplan.rewrite import plan_of
 
 _TAUGHT = "_tpplan_taught"
@@ -31,6 +32,7 @@ def introduce(model: nn.Module, mesh: DeviceMesh) -> None:
     vars(model)["_ddp_params_and_buffers_to_ignore"] = _Refusal()
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None:
+        teach_saving(modeling.PreTrainedModel)
         for inner in _outermost(model, modeling.PreTrainedModel):
             _introduce_to_transformers(inner, mesh.size())
     accelerate = sys.modules.get("accelerate")
@@ -118,6 +120,7 @@ def _teach(accelerate: Any) -> None:
 def _teach_accelerator(kind: Any) -> None:
     prepare, prepare_model = kind.prepare, kind.prepare_model
     prepare_data_loader, save_state = kind.prepare_data_loader, kind.save_state
+    get_state_dict = kind.get_state_dict
 
     @functools.wraps(prepare)
     def models_first(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,6 +154,12 @@ def _teach_accelerator(kind: Any) -> None:
             )
         return save_state(self, *args, **kwargs)
 
+    @functools.wraps(get_state_dict)
+    def whole(self: Any, model: Any, unwrap: bool = True) -> Any:
+        state = get_state_dict(self, model, unwrap)
+        return whole_state(state) if not self.is_fsdp2 and _is_sharded(model) else state
+
+    kind.get_state_dict = whole
     kind.prepare, kind.prepare_model = models_first, as_it_is
     kind.prepare_data_loader, kind.save_state = in_one_order, of_whole_models
 

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.compare import Errors, Findings, beyond, same
+from tests.checkpoint.folders import shared_folder
+from tests.compare import Errors, Findings, beyond, compare_parameters, same
+from tests.models import hf
 from tests.ranks import Ranks
 from tests.rewrite import MODES
 from tests.trainers.training import (
@@ -110,3 +113,31 @@ def shuffling_job(mesh: DeviceMesh, apart: bool) -> Errors:
 def test_shuffling(pair: Ranks, apart: bool) -> None:
     """All ranks of a tp group draw one order."""
     assert not beyond(pair.run(2, shuffling_job, apart), 0.0)
+
+
+def saving_job(mesh: DeviceMesh) -> Errors:
+    """Both ways of accelerate's guide."""
+    from accelerate import Accelerator
+
+    fresh()
+    found, folder = Findings(), shared_folder()
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(sharded(mesh, True))
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
+        folder / "pretrained",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    again = type(hf()).from_pretrained(folder / "pretrained")
+    found.add("save_pretrained", compare_parameters(again, unwrapped))
+    accelerator.save_model(model, folder / "model")
+    accelerator.wait_for_everyone()
+    again.load_state_dict(load_file(folder / "model" / "model.safetensors"))
+    found.add("save_model", compare_parameters(again, unwrapped))
+    return found.errors
+
+
+def test_saving(pair: Ranks) -> None:
+    assert not beyond(pair.run(2, saving_job))

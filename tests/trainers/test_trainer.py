@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.checkpoint.folders import shared_folder
-from tests.compare import Errors, beyond
+from tests.compare import Errors, beyond, compare_parameters
+from tests.models import hf
 from tests.ranks import Ranks
 from tests.rewrite import MODES
 from tests.trainers.training import (
@@ -74,6 +75,21 @@ def training_job(mesh: DeviceMesh, sp: bool, accumulated: int, checkpointing: bo
         dist.all_reduce(steps, group=mesh["dp"].get_group())
         steps /= groups(mesh)
     return compared(model, steps.tolist(), reference(accumulated * groups(mesh)))
+
+
+def saving_job(mesh: DeviceMesh) -> Errors:
+    """``save_model`` writes, from every rank, what an unsharded model loads."""
+    fresh()
+    model, folder = sharded(mesh, True), shared_folder()
+    made, _ = trainer(model, folder, save_only_model=True)
+    made.train()
+    made.save_model(str(folder / "saved"))
+    dist.barrier()
+    return compare_parameters(type(hf()).from_pretrained(folder / "saved"), model)
+
+
+def test_saving(pair: Ranks) -> None:
+    assert not beyond(pair.run(2, saving_job))
 
 
 @MODES

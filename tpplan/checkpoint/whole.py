@@ -39,11 +39,18 @@ def teach_saving(kind: type[nn.Module]) -> None:
             save(self, save_directory, is_main_process, state_dict, *args, **kwargs)
             return
         whole = whole_state(self.state_dict() if state_dict is None else state_dict)
-        together(
-            lambda: save(self, save_directory, is_main_process, whole, *args, **kwargs),
-            "the model was not saved",
-            first_only=True,
-        )
+
+        def write() -> None:
+            # of which transformers would take that it is to gather, on every rank
+            config: Any = self.config
+            sizes = vars(config).pop("distributed_config", None)
+            try:
+                save(self, save_directory, is_main_process, whole, *args, **kwargs)
+            finally:
+                if sizes is not None:
+                    config.distributed_config = sizes
+
+        together(write, "the model was not saved", first_only=True)
 
     setattr(kind, _TAUGHT, save)
     kind.save_pretrained = taught  # type: ignore[attr-defined]
@@ -59,13 +66,19 @@ def whole_state(state: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[Hashable, torch.Tensor] = {}
     found: dict[str, Any] = {}
     for name, place in from_first([(name, _place(name, value)) for name, value in state.items()]):
-        value = state[name]
+        value = state.get(name)  # others have none where the first has it whole already
         if isinstance(value, DTensor) and place not in whole:
             gathered = value.full_tensor()
-            whole[place] = gathered.cpu() if is_first() else gathered.new_empty(0)
+            whole[place] = _apart(gathered.cpu()) if is_first() else gathered.new_empty(0)
         if is_first():
             found[name] = whole.get(place, value)
     return found
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """In memory of its own size: writers count that, where it has the padding of a gather too."""
+    own = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if own else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _place(name: str, value: Any) -> Hashable:
