@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -33,8 +34,10 @@ SCHEDULES: Mapping[str, Any] = {
     "looped": ScheduleLoopedBFS,
     "zero bubble": ScheduleInterleavedZeroBubble,
     "zero bubble v": ScheduleZBVZeroBubble,
+    "dual v": ScheduleDualPipeV,
 }
 SINGLE = ("1f1b", "gpipe")
+FOLDED = ("zero bubble v", "dual v")  # the first rank has the last stage as well
 
 
 @functools.cache
@@ -155,9 +158,7 @@ WAYS: Mapping[str, Callable[..., Made]] = {
 
 def _parallel(model: Any, sp: bool, plan: Any = "llama.yaml", inputs: Any = None) -> Any:
     mesh = pipeline_mesh()
-    return tpplan.parallelize(
-        model, plan, mesh, sequence_parallel=sp, inputs=inputs, prove=False
-    )
+    return tpplan.parallelize(model, plan, mesh, sequence_parallel=sp, inputs=inputs, prove=False)
 
 
 class Pipeline:
@@ -169,7 +170,7 @@ class Pipeline:
         each = 1 if schedule in SINGLE else 2
         self.count = size * each
         self.indices = [own + size * n for n in range(each)]
-        if schedule == "zero bubble v":
+        if schedule in FOLDED:
             self.indices = [own, self.count - 1 - own]
         self.parameters: dict[str, nn.Parameter] = {}
         self.stages = [self._stage(way, whole(model), index, sp) for index in self.indices]
