@@ -34,7 +34,7 @@ def only_sizes_count() -> bool:
     if stage is None:
         return False
     infer = vars(stage.PipelineStage).get("_forward_metadata_inference")
-    if infer is None:  # before torch 2.13, which runs them on zeros
+    if infer is None:  # a torch from before there was one, which ran stages on zeros
         return False
     code = inspect.unwrap(infer).__code__
     return any(frame.f_code is code for frame in _callers())
