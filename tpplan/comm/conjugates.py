@@ -185,6 +185,8 @@ class _Split(torch.autograd.Function):
             whole = join(grad, ctx.dim, ctx.length, transition.transposed())
         else:
             whole = all_gather(grad, ctx.dim, ctx.length, transition.group, transition.backward)
+            # it may be the gradient of what the user gave, who may send it on (pipelines do)
+            whole = whole.contiguous()
         return whole, None, None
 
 

@@ -36,6 +36,8 @@ from tpplan.compat.ops import is_view as is_view
 from tpplan.compat.ops import memory_of as memory_of
 from tpplan.compat.ops import queue_of as queue_of
 from tpplan.compat.ops import written_by as written_by
+from tpplan.compat.pipelines import backward_is_split as backward_is_split
+from tpplan.compat.pipelines import only_sizes_count as only_sizes_count
 from tpplan.compat.tensors import dtensor as dtensor
 from tpplan.compat.tensors import dtensor_spec as dtensor_spec
 from tpplan.compat.tensors import full_states_by as full_states_by

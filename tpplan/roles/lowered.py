@@ -59,6 +59,7 @@ class State:
         members: rewritten modules inside it, found when first needed.
         schedule: when the ranks compare what it is called with.
         within_own: whether it was called while the rank drew from its own random sequence.
+        apart: whether the parameters inside it have been given a graph node each.
         watched: the hooks of what is reduced together in it, found when first needed.
     """
 
@@ -80,6 +81,7 @@ class State:
         self.members: list[tuple[Lowered, Own]] | None = None
         self.schedule = Schedule()
         self.within_own = False
+        self.apart = False
         self.watched: tuple[Sequence[Any] | Mapping[Any, Any], ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:

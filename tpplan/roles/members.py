@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
+from tpplan import compat
 from tpplan.comm import Site
 from tpplan.roles.lowered import Lowered
 from tpplan.roles.parameters import Own, make
@@ -42,6 +44,16 @@ def prepare(module: Lowered, summed_only: bool) -> None:
     if jobs:
         state = module._tpplan
         make(jobs, summing_site(state.plan.path))
+
+
+def called(module: Lowered) -> contextlib.AbstractContextManager[None]:
+    """While ``module`` runs, which was called with no rewritten module around it that runs."""
+    state = module._tpplan
+    if not state.apart and compat.backward_is_split():
+        state.apart = True
+        for _, own in members_of(module):
+            own.part()
+    return state.stream.called(state.plan.path)
 
 
 class OwnMembers(Lowered, nn.ModuleList):

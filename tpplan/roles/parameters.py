@@ -50,9 +50,11 @@ class Own:
         site: what a summing collective is reported under when the module is on its own.
         mates: the modules of which each rank runs one, in the order of the ranks, this one among
             them (a module for each head); none where every rank runs this one.
+        apart: whether each parameter has a graph node of its own.
     """
 
     group: Group
+    apart: bool = False
     mates: tuple[tuple[nn.Module, Own], ...] = ()
 
     def __init__(
@@ -85,6 +87,16 @@ class Own:
         self._sources: list[_Source | None] = [None] * len(self.names)
         self._groups: list[tuple[_Asked, ...]] = [()] * len(self.names)
         self._passing: dict[int, tuple[Any, int, torch.Tensor]] = {}
+
+    def part(self) -> None:
+        """From now on, make each local tensor by an autograd function of its own.
+
+        Where backward runs in two (a pipeline's), a node that parameters of several layers share
+        would have the second run go through all that lies between these layers once more, and
+        torch lets go of that after the first parameter.
+        """
+        self.apart = True
+        self.drop()
 
     def disband(self, index: int) -> tuple[_Asked, ...]:
         """Forget all local tensors that were made together with one: they have one graph node.
@@ -344,13 +356,14 @@ def _version(held: Any) -> int:
 def _localized(
     due: Sequence[_Placed], site: Site, keep: bool
 ) -> list[tuple[_Asked, DTensor, torch.Tensor]]:
-    """With one autograd function for the parameters of each group of ranks."""
+    """With one autograd function for the parameters of each group of ranks, or for each."""
     frozen: list[_Placed] = []
-    trained: dict[str, list[_Placed]] = {}
-    for one in due:
-        group = one[0][0][1].group
+    trained: dict[tuple[str, int], list[_Placed]] = {}
+    for n, one in enumerate(due):
+        own = one[0][0][1]
+        key = own.group.name, n if own.apart else -1
         wanted = any(p.requires_grad for p in one[1])
-        (trained.setdefault(group.name, []) if wanted else frozen).append(one)
+        (trained.setdefault(key, []) if wanted else frozen).append(one)
     made: list[tuple[_Asked, DTensor, torch.Tensor]] = []
     # what is kept outlives this forward, which may be one without gradients
     with torch.inference_mode(False), torch.enable_grad():

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tpplan.comm import chunk, join, split
 from tpplan.places import Argument, at, taken, with_at
 from tpplan.roles.lowered import Lowered
+from tpplan.roles.members import called
 
 
 def replaced(
@@ -84,7 +85,7 @@ class SequenceParallel(Lowered):
         if not stream.sequence_parallel or state.length is not None:
             return super().forward(*args, **kwargs)
         if stream.shared is None:
-            with stream.called(state.plan.path):
+            with called(self):
                 return self._tpplan_rows(*args, **kwargs)
         return self._tpplan_rows(*args, **kwargs)
 

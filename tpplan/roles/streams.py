@@ -21,7 +21,7 @@ from tpplan.places import at, taken, with_at
 from tpplan.roles.draws import draws_in_training
 from tpplan.roles.logits import Logits
 from tpplan.roles.lowered import Lowered, looks
-from tpplan.roles.members import members_of, prepare
+from tpplan.roles.members import called, members_of, prepare
 from tpplan.roles.narrow import narrowed
 from tpplan.roles.sequence import replaced, require_sequence
 
@@ -43,7 +43,7 @@ class Container(Lowered):
             )
         if state.stream.shared is not None:
             return self._tpplan_contain(*args, **kwargs)
-        with state.stream.called(state.plan.path):
+        with called(self):
             return self._tpplan_contain(*args, **kwargs)
 
     def _tpplan_contain(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +82,8 @@ class Container(Lowered):
         """Compare, at some calls, the ranks' batches, and where random numbers are drawn from."""
         state = self._tpplan
         stream, dim = state.stream, state.stream.dim
+        if compat.only_sizes_count():
+            return
         x = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
         one = x is not None and x.dim() > dim and x.size(dim) == 1
         if not state.schedule.due((self.training, torch.is_grad_enabled(), one)):
@@ -103,7 +105,7 @@ class Container(Lowered):
         if isinstance(x, Logits):
             return x.answer(self.training)
         if stream.is_sharded(x) and x.dim() > stream.dim + 1:
-            return stream.whole(x, state.transition)
+            return stream.whole(x, state.transition).contiguous()
         if not stream.whole_results and is_cut(x, x.dim() - 1):
             return x
         return x.full_tensor()
@@ -144,7 +146,7 @@ class InStack(Lowered):
         state = self._tpplan
         if state.stream.shared is not None:
             return self._tpplan_step(*args, **kwargs)
-        with state.stream.called(state.plan.path):
+        with called(self):
             return self._tpplan_step(*args, **kwargs)
 
     def _tpplan_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +190,8 @@ class InStack(Lowered):
         def answer(y: torch.Tensor) -> torch.Tensor:
             if stays:
                 return stream.to_global(y, length)
-            return join(y, stream.dim, length, state.transition)
+            # as unsharded elements give it, for who views it or sends it on
+            return join(y, stream.dim, length, state.transition).contiguous()
 
         return with_at(out, plan.output, answer(at(out, plan.output)))
 
@@ -243,7 +246,7 @@ class Entering(Lowered):
             return self._tpplan_enter(*args, **kwargs)
         if state.plan.projection and state.alone:
             return super().forward(*args, **kwargs)
-        with state.stream.called(state.plan.path):
+        with called(self):
             return self._tpplan_enter(*args, **kwargs)
 
     def _tpplan_enter(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,157 @@
+"""A pipeline whose stages are tensor-parallel computes and trains as the unsharded model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import ScheduleGPipe
+
+from tests.compare import Errors, Findings, beyond, gradient_errors, same
+from tests.models import sharded, token_ids
+from tests.pipeline.stages import (
+    BATCHES,
+    LAYERS,
+    MODELS,
+    SCHEDULES,
+    WAYS,
+    Pipeline,
+    Stage,
+    Trimmed,
+    loss_of,
+    whole,
+)
+from tests.ranks import Ranks
+from tests.rewrite import MODES
+from tpplan.roles.lowered import Lowered
+
+STEPS = 5
+
+
+def training_job(
+    _: DeviceMesh, way: str, schedules: tuple[str, ...], sp: bool, model: str
+) -> Errors:
+    """Five steps: the losses, and of the first ones the gradient of every parameter."""
+    found = Findings()
+    reference, pipeline = whole(model), Pipeline(way, schedules[0], sp, model)
+    names = pipeline.parameters
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    ours = torch.optim.SGD(names.values(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        if 0 < step < len(schedules):
+            pipeline.follow(schedules[step])
+        ids = token_ids(2 * BATCHES, 15, step)
+        theirs.zero_grad()
+        ours.zero_grad()
+        loss = loss_of(reference(ids).logits, ids)
+        loss.backward()
+        got = pipeline.step(ids)
+        if got is not None:
+            found.add(f"loss {step}", abs(got.item() - loss.item()))
+        if step < 3:
+            expected = {n: p.grad for n, p in reference.named_parameters() if n in names}
+            errors = gradient_errors(expected, {n: p.grad for n, p in names.items()})
+            found.add(f"gradients {step}", errors)
+        theirs.step()
+        ours.step()
+    return found.errors
+
+
+def check(ranks: Ranks, way: str, *schedules: str, sp: bool, model: str = "llama") -> None:
+    """On two stages of two ranks, which together have every parameter."""
+    results = ranks.run("2x2", training_job, way, schedules, sp, model)
+    assert not beyond(results)
+    compared = {name for errors in results for name in errors}
+    for name, _ in whole(model).named_parameters():
+        assert f"gradients 0: {name}" in compared
+
+
+@MODES
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(ranks: Ranks, schedule: str, sp: bool) -> None:
+    check(ranks, "trimmed", schedule, sp=sp)
+
+
+@MODES
+@pytest.mark.parametrize("schedule", ["1f1b", "zero bubble"])
+@pytest.mark.parametrize("way", sorted({*WAYS} - {"trimmed"}))
+def test_ways(ranks: Ranks, way: str, schedule: str, sp: bool) -> None:
+    check(ranks, way, schedule, sp=sp)
+
+
+@MODES
+@pytest.mark.parametrize("model", sorted({*MODELS} - {"llama"}))
+def test_models(ranks: Ranks, model: str, sp: bool) -> None:
+    check(ranks, "trimmed", "zero bubble", sp=sp, model=model)
+
+
+@MODES
+@pytest.mark.parametrize("way", ["trimmed", "sliced"])
+def test_another_schedule(ranks: Ranks, way: str, sp: bool) -> None:
+    """What was kept for a backward in one serves none in two."""
+    check(ranks, way, "interleaved", "zero bubble", "interleaved", sp=sp)
+
+
+def nodes(module: nn.Module) -> int:
+    """How many graph nodes the local tensors of its parameters come from."""
+    lowered = [m for m in module.modules() if isinstance(m, Lowered)]
+    kept = [t for m in lowered for t in m._tpplan.own._kept if t is not None]
+    return len({t.grad_fn for t in kept})
+
+
+def nodes_job(_: DeviceMesh) -> Errors:
+    """The parameters of a stage share graph nodes, one for sums, until its backward is split."""
+    found = Findings()
+    pipeline = Pipeline("trimmed", "interleaved", True)
+    for schedule, shared in (("interleaved", True), ("zero bubble", False), ("looped", False)):
+        pipeline.follow(schedule)
+        pipeline.step(token_ids(2 * BATCHES, 15, 0))
+        for stage in pipeline.stages:
+            count = len(list(stage.submod.parameters()))
+            made = nodes(stage.submod)
+            found.add(
+                f"{schedule}: {made} of {count}", same(made <= 4 if shared else made == count)
+            )
+    return found.errors
+
+
+def test_nodes(ranks: Ranks) -> None:
+    assert not beyond(ranks.run("2x2", nodes_job))
+
+
+def complaint(run: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What a schedule's error is caused by."""
+    try:
+        run(*args, **kwargs)
+    except RuntimeError as error:
+        return str(error.__cause__)
+    return ""
+
+
+def batches_job(mesh: DeviceMesh, trains: bool, sp: bool) -> Errors:
+    """A stage is compared what it is given, from the first microbatch on, and no tried sizes."""
+    found = Findings()
+    rank = mesh["tp"].get_local_rank()
+    for first_wrong in (0, 1, 3):
+        model = Trimmed(sharded(whole(), mesh["tp"], sp), slice(LAYERS), True, True)
+        group = mesh["dp"].get_group()
+        stage = Stage(model, 0, 1, torch.device("cpu"), group=group)
+        schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss_of if trains else None)
+        ids = token_ids(4, 8, 0)
+        ids[first_wrong:] += rank
+        run = schedule.step if trains else schedule.eval
+        told = complaint(run, ids, **({"target": ids} if trains else {}))
+        # of the calls, it is the first, second and fourth that are compared
+        found.add(f"from {first_wrong}", same("same inputs" in told))
+        found.add(f"{first_wrong} calls", same(len(stage.fwd_cache) == first_wrong))
+    return found.errors
+
+
+@MODES
+@pytest.mark.parametrize("trains", [False, True], ids=["evaluated", "trained"])
+def test_batches_are_compared(ranks: Ranks, trains: bool, sp: bool) -> None:
+    assert not beyond(ranks.run("1x4", batches_job, trains, sp))
