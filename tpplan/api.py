@@ -23,6 +23,7 @@ from tpplan.planner.kernels import implementations
 from tpplan.planner.match import fold
 from tpplan.proof import Verification
 from tpplan.rewrite import apply, plan_of
+from tpplan.rewrite.launch import agreed
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.shipped import PlanSource, load_plan
 from tpplan.trainers import introduce
@@ -64,7 +65,8 @@ def parallelize(
 
     Raises:
         PlanError: with every problem of the plan, the model and their fit.
-        ValueError: where the model was parallelized before, or the mesh has no tp dimension.
+        ValueError: where the model was parallelized before, or the mesh has no tp dimension; on
+            all ranks, where one fails or they were not called alike, with what differs.
     """
     if plan_of(model) is not None:
         raise ValueError(
@@ -72,8 +74,13 @@ def parallelize(
         )
     tp_mesh = _tp_mesh(mesh) if mesh is not None else _world_mesh()
     tp = 1 if tp_mesh is None else tp_mesh.size()
-    loaded = load_plan(plan, model)
-    compiled = compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs)
+
+    def compile_here() -> CompiledPlan:
+        loaded = load_plan(plan, model)
+        return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs)
+
+    words = {"prove": prove, "src_data_rank": src_data_rank}
+    compiled = agreed(model, tp_mesh, compile_here, words)
     if tp_mesh is not None and tp > 1:
         if tp_mesh.get_local_rank() == 0:
             _warn(compiled)

@@ -76,18 +76,31 @@ class Handle:
         sent: the tensor that the collective writes, whose values are there after the wait.
     """
 
-    __slots__ = ("_finish", "sent")
+    __slots__ = ("_finish", "_site", "sent")
 
-    def __init__(self, sent: torch.Tensor, finish: Callable[[Any], Any] | None = None) -> None:
-        self.sent, self._finish = sent, finish
+    def __init__(
+        self, sent: torch.Tensor, site: Site, finish: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.sent, self._site, self._finish = sent, site, finish
 
     def wait(self) -> torch.Tensor:
-        """The result, once it has arrived; outside autograd."""
+        """The result, once it has arrived; outside autograd.
+
+        Raises:
+            RuntimeError: where another rank does not come to it, or has died.
+        """
         if torch.compiler.is_compiling():
             sent = _wait(self.sent)
         else:
             with below_autograd():
-                sent = _wait(self.sent)
+                try:
+                    sent = _wait(self.sent)
+                except RuntimeError as error:
+                    site = self._site
+                    raise RuntimeError(
+                        f"{site.module or 'the model'}: waited in vain for the other ranks "
+                        f"({site.reason}); one of them died, or does something else: {error}"
+                    ) from error
         return sent if self._finish is None else self._finish(sent)  # type: ignore[no-any-return]
 
 
@@ -126,7 +139,7 @@ def local_slice(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def start_all_reduce(x: torch.Tensor, group: Group, site: Site, op: str = "sum") -> Handle:
     """Begin ``all_reduce``."""
-    return Handle(_started(site, _ops.all_reduce, x, op, group.name))
+    return Handle(_started(site, _ops.all_reduce, x, op, group.name), site)
 
 
 def all_reduce(x: torch.Tensor, group: Group, site: Site, op: str = "sum") -> torch.Tensor:
@@ -138,7 +151,7 @@ def start_all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site:
     """Begin ``all_gather``."""
     op = _ops.all_gather_into_tensor
     whole = _started(site, op, x.contiguous(), group.size, group.name)
-    return Handle(whole, functools.partial(_unpacked, list(x.shape), dim, length, group))
+    return Handle(whole, site, functools.partial(_unpacked, list(x.shape), dim, length, group))
 
 
 def all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site) -> torch.Tensor:
@@ -185,7 +198,7 @@ def start_reduce_scatter(
     shape[dim] = rows
     op = _ops.reduce_scatter_tensor
     part = _started(site, op, x.contiguous(), "sum", group.size, group.name)
-    return Handle(part, functools.partial(_own_chunk, shape, bias))
+    return Handle(part, site, functools.partial(_own_chunk, shape, bias))
 
 
 def reduce_scatter(
