@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.checkpoint.buffers import recomputed
+from tpplan.checkpoint.distributed import Kept, fill, is_distributed, kept_in
 from tpplan.checkpoint.files import CheckpointError, Stored, stored_in
 from tpplan.checkpoint.parts import chunks_of
 from tpplan.checkpoint.read import part_of, read_into
@@ -34,7 +35,10 @@ class Loaded:
 
 
 def load_checkpoint(model: nn.Module, path: str | Path) -> Loaded:
-    """Fill ``model`` from safetensors: a file, or a folder as transformers writes it.
+    """Fill ``model`` from a safetensors file, or a folder as transformers writes it, or DCP.
+
+    Of a folder of ``torch.distributed.checkpoint`` what was saved of the model is read, whether it
+    was saved alone or as a part.
 
     Of a model that ``parallelize`` sharded each rank reads the byte ranges of its own part, and
     holds no more than one tensor's part besides. What is on the meta device gets memory first,
@@ -46,23 +50,48 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> Loaded:
             files that are damaged; the model is as it was.
     """
     path = Path(path)
+    if is_distributed(path):
+        return _load_distributed(model, path)
     stored = stored_in(path)
+    places = _prepared(model, stored, path)
+    wanted = model.state_dict(keep_vars=True)
+    bytes_read = 0
+    with _progress(f"reading {path}") as progress:
+        for count, (names, source) in enumerate(places.items(), 1):
+            bytes_read += _fill(wanted[names[0]], stored[source])
+            progress.say(
+                f"reading {path}: {count} of {len(places)} tensors, {bytes_read / 1e9:.1f} GB"
+            )
+    return Loaded(bytes_read, len(places))
+
+
+def _load_distributed(model: nn.Module, path: Path) -> Loaded:
+    kept = kept_in(path, model.state_dict())
+    places = _prepared(model, kept, path)
+    wanted = model.state_dict()
+    fill(path, {kept[source].key: wanted[names[0]] for names, source in places.items()})
+    held = (
+        local.numel() * kept[source].dtype.itemsize
+        for names, source in places.items()
+        for _, local in chunks_of(wanted[names[0]])
+    )
+    return Loaded(sum(held), len(places))
+
+
+def _prepared(
+    model: nn.Module, stored: Mapping[str, Stored | Kept], path: Path
+) -> dict[tuple[str, ...], str]:
+    """``_matched``, and then memory for what is on the meta device, buffers with their values."""
     computed, lost = recomputed(model)
     places = _matched(model, stored, path, lost)
     _materialize(model)
     for name, value in computed.items():
         model.get_buffer(name).copy_(value)
-    wanted = model.state_dict(keep_vars=True)
-    read = 0
-    with _progress(f"reading {path}") as progress:
-        for count, (names, source) in enumerate(places.items(), 1):
-            read += _fill(wanted[names[0]], stored[source])
-            progress.say(f"reading {path}: {count} of {len(places)} tensors, {read / 1e9:.1f} GB")
-    return Loaded(read, len(places))
+    return places
 
 
 def _matched(
-    model: nn.Module, stored: Mapping[str, Stored], path: Path, lost: Iterable[str]
+    model: nn.Module, stored: Mapping[str, Stored | Kept], path: Path, lost: Iterable[str]
 ) -> dict[tuple[str, ...], str]:
     """The names that each tensor of the model has -> the one that it is stored under.
 
