@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 # where kernels are compiled for it, they are tested on a GPU
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORLD = 4
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 # imported once, by the process that the ranks are forked from: most of what a first test waits for
 PRELOADED = [
     "torch.distributed.fsdp",
