@@ -240,7 +240,11 @@ class Walk:
         if call.path in self.dropouts and given is not None:
             stream = given in self.stream and not apart and self.noise.is_cut(given)
             kind = "region" if given in self.region else "stream" if stream else "whole"
-            kind = "whole" if given in self.noise.parts else kind
+            entered = any(
+                given in self.entry.get(c.index, ()) for c in self.trace.ancestors(call.index)
+            )
+            alike = entered or given in self.noise.parts or given in self.whole_in_region
+            kind = "whole" if alike else kind
             self.flow.draws.setdefault(call.path, set()).add(kind)
 
     def leave(self, call: Call) -> None:
