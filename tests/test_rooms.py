@@ -43,8 +43,8 @@ PERMITTED: Mapping[str, str] = {
     "trainers": "rewrite",
     "adapters": "comm roles checkpoint",
     "hf": "language styles planner shipped",
-    "api": "compat language kernels compiled planner rewrite trainers adapters simulate cost shipped render "
-    "proof",
+    "api": "compat language kernels compiled planner rewrite trainers adapters simulate cost "
+    "shipped render proof",
     "pretrained": "models checkpoint shipped api",
     "cli": "version language models planner progress completion shipped render proof api",
     "__main__": "cli",

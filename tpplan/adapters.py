@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,14 +43,24 @@ def _teach_saving(kind: Any, chosen: Any) -> None:
     save = kind.save_pretrained
 
     @functools.wraps(save)
-    def taught(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    def taught(
+        self: Any,
+        save_directory: Any,
+        safe_serialization: bool = True,
+        selected_adapters: list[str] | None = None,
+        save_embedding_layers: Any = "auto",
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        how = save_directory, safe_serialization, selected_adapters, save_embedding_layers, *args
         if not any(isinstance(p, DTensor) for p in self.parameters()):
-            save(self, save_directory, *args, **kwargs)
+            save(self, *how, **kwargs)
             return
         state = kwargs.pop("state_dict", None) or self.state_dict()
-        whole = whole_state(_needed(self, state, chosen))
+        asked = functools.partial(chosen, self, save_embedding_layers=save_embedding_layers)
+        whole = whole_state(_needed(state, asked, selected_adapters or list(self.peft_config)))
         together(
-            lambda: save(self, save_directory, *args, state_dict=whole, **kwargs),
+            lambda: save(self, *how, state_dict=whole, **kwargs),
             "the adapters were not saved",
             first_only=True,
         )
@@ -58,7 +68,7 @@ def _teach_saving(kind: Any, chosen: Any) -> None:
     kind.save_pretrained = taught
 
 
-def _needed(model: Any, state: Mapping[str, Any], chosen: Any) -> dict[str, Any]:
+def _needed(state: Mapping[str, Any], chosen: Any, adapters: Iterable[str]) -> dict[str, Any]:
     """What peft would save of a state; it is asked with a number for each tensor, which it copies.
 
     To ask with the tensors would gather all of them, the base model's too.
@@ -66,8 +76,8 @@ def _needed(model: Any, state: Mapping[str, Any], chosen: Any) -> dict[str, Any]
     numbers = {_FIRST + i: name for i, name in enumerate(state)}
     stand_ins = {name: torch.tensor(number) for number, name in numbers.items()}
     needed: dict[str, Any] = {}
-    for adapter in model.peft_config:
-        for value in chosen(model, state_dict=dict(stand_ins), adapter_name=adapter).values():
+    for adapter in adapters:
+        for value in chosen(state_dict=dict(stand_ins), adapter_name=adapter).values():
             name = numbers.get(int(value)) if value.dim() == 0 else None
             if name is None:
                 return dict(state)  # computed from several: peft may need any of them
@@ -78,7 +88,7 @@ def _needed(model: Any, state: Mapping[str, Any], chosen: Any) -> dict[str, Any]
 def _teach_loading(module: Any) -> None:
     """Have whole tensors cut as this model's are, packed and shared rows too.
 
-    Before 0.19 peft leaves whole tensors to ``load_state_dict``.
+    Versions of peft that do not cut them leave them to ``load_state_dict``.
     """
     place = getattr(module, "_reshard_dtensor_values_for_load", None)
     if place is None:
@@ -90,9 +100,10 @@ def _teach_loading(module: Any) -> None:
             return place(model, state)
         for name, held in model.named_parameters():
             value = state.get(name)
-            if isinstance(held, DTensor) and value is not None and value.shape == held.shape:
-                if not isinstance(value, DTensor):
-                    state[name] = loaded(value, held)
+            if value is None or isinstance(value, DTensor) or not isinstance(held, DTensor):
+                continue
+            if value.shape == held.shape:
+                state[name] = loaded(value, held)
         return state
 
     module._reshard_dtensor_values_for_load = taught

@@ -211,7 +211,9 @@ def check(
     Raises:
         PlanError: with every problem found.
     """
-    compiled = compile_plan(model, load_plan(plan, adapted_model(model)), tp, sequence_parallel, inputs=inputs)
+    compiled = compile_plan(
+        model, load_plan(plan, adapted_model(model)), tp, sequence_parallel, inputs=inputs
+    )
     if tp > 1:
         _warn(compiled)
         proof.prove(model, compiled, inputs)

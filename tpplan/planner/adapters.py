@@ -8,6 +8,7 @@ the layer they are added to. peft is not imported: where a model has adapters, i
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,8 +40,12 @@ class Wrapping:
     def called(self, path: str) -> tuple[str, ...]:
         """What a pattern may call a module: by its path, or as the model did that was adapted."""
         name = self.names.get(path, path)
-        held = any(path in paths for paths in self.held.values())
-        return (path,) if held or name == path else (path, name)
+        return (path,) if path in self.inner or name == path else (path, name)
+
+    @functools.cached_property
+    def inner(self) -> frozenset[str]:
+        """What stands where a module of peft's does, which is matched for both."""
+        return frozenset(path for paths in self.held.values() for path in paths)
 
 
 def wrapping_of(model: nn.Module) -> Wrapping:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from tpplan.language import Diagnostic, FrozenMap, Plan, Rule, nearest
+from tpplan.language import Diagnostic, FrozenMap, Plan, Position, Rule, nearest
 from tpplan.language.styles import WHOLE
 from tpplan.planner.adapters import Wrapping, factor_rules, wrapping_of
 from tpplan.styles import named
@@ -96,27 +96,27 @@ def _settle(
             rule = rules.pop(path)
             for inner in wrapping.held[path]:
                 rules.setdefault(inner, rule)
-    refused: dict[tuple[Rule, str], list[str]] = {}
+    refused: dict[tuple[Position, str, str], list[str]] = {}
     adapted: dict[str, str] = {}
-    for path in wrapping.layers:
-        (held,) = wrapping.held[path]
-        rule = rules.get(path, rules.get(held))
-        if rule is None or not named(rule.style).sharded:
+    for path in wrapping.held:
+        claim = rules.get(path) or rules.get(wrapping.held[path][0])
+        if path not in wrapping.layers or claim is None or not named(claim.style).sharded:
             continue
-        factors = factor_rules(model, path, rules.setdefault(held, rule))
+        (held,) = wrapping.held[path]
+        factors = factor_rules(model, path, rules.setdefault(held, claim))
         if isinstance(factors, str):
-            refused.setdefault((rule, factors), []).append(path)
-            rules[path] = replace(rule, style=WHOLE, options=FrozenMap())  # all in it is spoken of
+            refused.setdefault((claim.position, claim.style, factors), []).append(path)
+            rules[path] = replace(claim, style=WHOLE, options=FrozenMap())  # all in it is spoken of
             del rules[held]
             continue
         rules.pop(path, None)
         adapted.update(dict.fromkeys((held, *factors), path))
         for factor, its in factors.items():
             rules.setdefault(factor, its)
-    for (rule, message), paths in refused.items():
-        hint = f"of peft's adapters LoRA on a Linear can be; or make the layer {WHOLE}"
-        said = f"{fold(paths)}: {rule.style}: {message}, which cannot be sharded"
-        wrong.append(Diagnostic(said, rule.position, hint))
+    hint = f"of peft's adapters LoRA on a Linear can be; or make the layer {WHOLE}"
+    for (position, style, message), paths in refused.items():
+        said = f"{fold(paths)}: {style}: {message}, which cannot be sharded"
+        wrong.append(Diagnostic(said, position, hint))
     return adapted
 
 

@@ -58,7 +58,7 @@ class Colwise(Style):
         return isinstance(module, nn.ModuleList)
 
     def low_rank(self, options: Mapping[str, object]) -> tuple[Factor, Factor] | None:
-        """B makes columns of what A makes of the whole input; its columns lie as the module's do."""
+        """A works on the whole input; B makes columns of that, which lie as the module's do."""
         return (WHOLE, {}), (self.name, kept(options, "packed"))
 
     def placement(
