@@ -33,6 +33,7 @@ def base_model() -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        initializer_range=0.2,  # or it has less to adapt than a trained one
     )
     return LlamaForCausalLM(config)
 

@@ -23,6 +23,7 @@ from tpplan.roles.lowered import Lowered
 from tpplan.roles.streams import Entering
 
 _TAUGHT = "_tpplan_taught"
+_LOADING, _TUNERS = "peft.utils.save_and_load", "peft.tuners.tuners_utils"
 _FIRST = 2**40
 """Of the numbers of tensors: what else is computed from some is none of them."""
 
@@ -34,8 +35,8 @@ def introduce() -> None:
         return
     setattr(peft, _TAUGHT, True)
     _teach_saving(peft.PeftModel, peft.get_peft_model_state_dict)
-    _teach_loading(sys.modules["peft.utils.save_and_load"])
-    _teach_tuners(sys.modules["peft.tuners.tuners_utils"])
+    _teach_loading(sys.modules[_LOADING])
+    _teach_tuners(sys.modules[_TUNERS])
 
 
 def _teach_saving(kind: Any, chosen: Any) -> None:

@@ -20,6 +20,7 @@ from tpplan.language import FrozenMap, Rule
 from tpplan.styles import named
 
 _FACTORS = "lora_A", "lora_B"
+_TUNERS, _LORA = "peft.tuners.tuners_utils", "peft.tuners.lora.layer"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def factor_rules(model: nn.Module, path: str, rule: Rule) -> dict[str, Rule] | s
     """
     layer: Any = model.get_submodule(path)
     kinds = named(rule.style).low_rank(rule.options)
-    lora = sys.modules.get("peft.tuners.lora.layer")
+    lora = sys.modules.get(_LORA)
     if lora is None or type(layer) is not lora.Linear:
         return f"its adapter is a {type(layer).__module__}.{type(layer).__name__}"
     variants = sorted({type(v).__name__ for v in layer.lora_variant.values()})
@@ -102,7 +103,7 @@ def factor_rules(model: nn.Module, path: str, rule: Rule) -> dict[str, Rule] | s
 
 
 def _is_layer(module: nn.Module) -> bool:
-    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    tuners: Any = sys.modules.get(_TUNERS)
     return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
 
 
