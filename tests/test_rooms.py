@@ -41,9 +41,10 @@ PERMITTED: Mapping[str, str] = {
     "render": "version layout language kernels compiled planner simulate cost shipped",
     "proof": "compat layout language places compiled comm styles observe planner rewrite simulate",
     "trainers": "checkpoint rewrite",
+    "adapters": "comm roles checkpoint",
     "hf": "language styles planner shipped",
-    "api": "compat language kernels compiled planner rewrite trainers simulate cost shipped render "
-    "proof",
+    "api": "compat language kernels compiled planner rewrite trainers adapters simulate cost "
+    "shipped render proof",
     "pretrained": "models checkpoint shipped api",
     "cli": "version language models planner progress completion shipped render proof api",
     "__main__": "cli",

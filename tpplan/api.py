@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tpplan import proof
+from tpplan import adapters, proof
 from tpplan.compat import fake_world
 from tpplan.compiled import CompiledPlan
 from tpplan.kernels.launch import interpreted
 from tpplan.language import Diagnostic, FrozenMap, PlanError
 from tpplan.planner import compile_plan
+from tpplan.planner.adapters import adapted_model
 from tpplan.planner.kernels import implementations
 from tpplan.planner.match import fold
 from tpplan.proof import Verification
@@ -76,7 +77,7 @@ def parallelize(
     tp = 1 if tp_mesh is None else tp_mesh.size()
 
     def compile_here() -> CompiledPlan:
-        loaded = load_plan(plan, model)
+        loaded = load_plan(plan, adapted_model(model))
         return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs)
 
     words = {"prove": prove, "src_data_rank": src_data_rank}
@@ -88,6 +89,7 @@ def parallelize(
             proof.prove_once(model, compiled, tp_mesh, inputs)
         rehearse(model, compiled, tp_mesh, inputs)
     apply(model, compiled, tp_mesh, src_data_rank)
+    adapters.introduce()
     if tp_mesh is not None and tp > 1:
         introduce(model, tp_mesh)
     return model
@@ -144,7 +146,7 @@ def dry_run(
     from tpplan.simulate.execute import Training
     from tpplan.simulate.optimizers import optimizer_named
 
-    loaded = load_plan(plan, model)
+    loaded = load_plan(plan, adapted_model(model))
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, batch, seq)
@@ -198,7 +200,7 @@ def advise(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, micro_batch, seq)
-    setting = cost.Setting(load_plan(plan, model), 1, None, kernels, inputs)
+    setting = cost.Setting(load_plan(plan, adapted_model(model)), 1, None, kernels, inputs)
     task = cost.Task(gpus or timed_on.node, batch, seq, micro_batch)
     return Advice.of(cost.advise(model, setting, task, training, timed_on, told))
 
@@ -216,7 +218,9 @@ def check(
     Raises:
         PlanError: with every problem found.
     """
-    compiled = compile_plan(model, load_plan(plan, model), tp, sequence_parallel, inputs=inputs)
+    compiled = compile_plan(
+        model, load_plan(plan, adapted_model(model)), tp, sequence_parallel, inputs=inputs
+    )
     if tp > 1:
         _warn(compiled)
         proof.prove(model, compiled, inputs)
@@ -271,7 +275,7 @@ def verify(
         VerificationError: naming the first module whose output or gradient differs.
     """
     model = make_model if isinstance(make_model, nn.Module) else make_model()
-    loaded = load_plan(plan, model)
+    loaded = load_plan(plan, adapted_model(model))
     wanted = implementations(loaded.kernels, kernels)
     if "triton" in wanted.values() and not interpreted():
         message = "kernels: verify runs on the CPU, and Triton's run there in its interpreter only"

@@ -21,6 +21,7 @@ ROOMS = (
     "layout.py",
     "shipped.py",
     "trainers.py",
+    "adapters.py",
 )
 # what says what to do needs no page: the place of the hint among a call's arguments, ...
 _HINTS = {"Diagnostic": 2, "say": 2, "about": 3, "by_rule": 1, "_say": 3, "_about": 2}

@@ -10,6 +10,8 @@ VERSION = 1
 REMOVE = "remove"
 WHOLE = "replicate"
 """The style of what is to be whole on every rank."""
+ROWS = "sequence_parallel"
+"""The style of what runs on a rank's rows of the sequence."""
 
 
 class Kind(enum.Enum):

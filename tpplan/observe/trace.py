@@ -44,6 +44,13 @@ class Call:
     last_op: int = 0
     given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
+    def given_as(self, name: str) -> int | None:
+        """The tensor that is an argument of this name."""
+        for number, arguments in self.arguments.items():
+            if any(a.name == name for a in arguments):
+                return number
+        return None
+
     def output_at(self, place: Place) -> int | None:
         """The tensor that the module gave there."""
         return next((n for n, p in zip(self.outputs, self.places, strict=True) if p == place), None)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from tpplan.compat import FakeTensor
 from tpplan.layout import MisfitError
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
@@ -25,7 +26,8 @@ def check_modules(model: nn.Module, tp: int, complaints: Complaints) -> None:
     refused, hidden, dims = {}, {}, {}
     for path, rule in complaints.matches.modules.items():
         module = model.get_submodule(path)
-        complaint = named(rule.style).complaint(module, tp)
+        style = named(rule.style)
+        complaint = (_quantised(module) if style.sharded else None) or style.complaint(module, tp)
         if "dim" in rule.options:
             dims[path] = f"{rule.style}: 'dim' is for bare parameters"
         if complaint is not None:
@@ -40,6 +42,18 @@ def check_modules(model: nn.Module, tp: int, complaints: Complaints) -> None:
     if any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters()):
         message = "the model already holds DTensor parameters"
         complaints.say(message, hint="parallelize a model once, and before FSDP")
+
+
+def _quantised(module: nn.Module) -> str | None:
+    """What is said of a weight that holds its numbers in a way of its own."""
+    weight = module._parameters.get("weight")
+    if weight is None or isinstance(weight, torch.distributed.tensor.DTensor | FakeTensor):
+        return None
+    own = type(weight).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if not own and (weight.is_floating_point() or weight.is_complex()):
+        return None
+    kind = type(weight).__name__ if own else str(weight.dtype).removeprefix("torch.")
+    return f"its weight is quantised ({kind}), which cannot be cut"
 
 
 def _check_bare(model: nn.Module, tp: int, complaints: Complaints) -> None:

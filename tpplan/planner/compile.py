@@ -125,8 +125,9 @@ class _Compiler(Outcome):
             bare_regions(trace, cut, self.styles, aliases) for trace in (self.trace, drawing)
         )
         summing = {path for path, region in self.bare.items() if region.summed is not None}
+        columns, adapted = self.sizes.columns, self.matches.adapted
         self.boundaries = infer.find_boundaries(
-            self.trace, self.sizes.columns, self.multihead, heads, gathers, self.bare
+            self.trace, columns, self.multihead, heads, gathers, self.bare, adapted
         )
         self.elements = infer.find_elements(
             self.trace, self.styles, self.plan.layers, self.boundaries, self.multihead, summing
@@ -139,7 +140,7 @@ class _Compiler(Outcome):
         self.placing.check_contradictions()
         traces = (self.trace, drawing)
         self.read = read_by_others(traces, self.placing.names.values())
-        columns, dim = self.sizes.columns, self.plan.sequence_dim
+        dim = self.plan.sequence_dim
         self.probed = probe_modules(self.model, self.styles, columns, traces, dim)
         self.fused = fused_modules(self.model, self.styles, columns, self.sizes.transposed, traces)
         self.complaints.stop_if_any()

@@ -44,6 +44,7 @@ class Geometry:
         rules: by module path.
         seen: column-parallel layer -> the dimensions the trace showed its columns viewed as.
         transposed: layers whose weight is (in, out).
+        adapted: what a layer with a low-rank adapter is made of -> the path of that layer.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Geometry:
         seen: Mapping[str, Sequence[tuple[int, ...]]],
         transposed: set[str],
         wrong: list[Diagnostic],
+        adapted: Mapping[str, str],
     ) -> None:
-        self.model, self.rules = model, rules
+        self.model, self.rules, self.adapted = model, rules, adapted
         self.views = seen
         self.seen = {path: [self._view(path, dims) for dims in seen[path]] for path in seen}
         self.transposed, self.wrong = transposed, wrong
@@ -79,7 +81,7 @@ class Geometry:
 
     def group_of(self, path: str) -> str:
         """The module whose layers share one geometry: the ``attention`` one, or the parent."""
-        around = path
+        around = path = self.adapted.get(path, path)
         while True:
             rule = self.rules.get(around)
             if rule is not None and named(rule.style).heads:

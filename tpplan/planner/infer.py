@@ -37,6 +37,7 @@ def find_boundaries(
     heads: set[str],
     gathers: Mapping[str, frozenset[str]],
     bare: Mapping[str, BareRegion],
+    adapted: Mapping[str, str],
 ) -> dict[str, tuple[Boundary, ...]]:
     """Where each input of a column-parallel layer enters: module path -> boundaries.
 
@@ -50,8 +51,11 @@ def find_boundaries(
         heads: the paths of vocab-parallel heads, which enter on their own.
         gathers: module path -> arguments that the plan says enter there.
         bare: the modules that compute with cut parameters of their own.
+        adapted: what a layer with a low-rank adapter is made of -> the path of that layer, whose
+            adapter takes the same input.
     """
-    return _Entries(trace, columns, multihead, heads, gathers).boundaries(bare)
+    of_columns = {layer for path, layer in adapted.items() if path in columns}
+    return _Entries(trace, columns, multihead, heads, gathers, of_columns).boundaries(bare)
 
 
 class _Entries:
@@ -64,8 +68,10 @@ class _Entries:
         multihead: set[str],
         heads: set[str],
         gathers: Mapping[str, frozenset[str]],
+        adapted: Set[str],
     ) -> None:
         self.trace, self.columns, self.multihead, self.heads = trace, columns, multihead, heads
+        self.adapted = adapted
         self.uses: dict[int, list[int]] = {}
         for index, op in enumerate(trace.ops):
             for number in op.inputs:
@@ -76,6 +82,13 @@ class _Entries:
             for call in trace.calls
             for number, arguments in call.arguments.items()
             if any(a.name in gathers.get(call.path, ()) for a in arguments)
+        }
+        # what both enter with in an adapted layer: what A makes of it is whole as well
+        self.together = {
+            (call.index, number): whole_in(trace, number, call, columns)
+            for call in trace.calls
+            if call.path in adapted
+            for number in call.arguments
         }
         self.entries: dict[tuple[str, int], tuple[tuple[Argument, ...], list[str]]] = {}
 
@@ -135,7 +148,11 @@ class _Entries:
         for (index, number), whole in self.stated.items():
             if index in around and given in whole:
                 return around[index].path, number, around[index].arguments[number]
+        for (index, number), whole in self.together.items():
+            if index in around and given in whole:
+                call, given = around[index], number
         path, arguments = call.path, call.arguments[given]
+        around = {outer.index: outer for outer in self.trace.ancestors(call.parent)}
         for outer in around.values() if call.path not in self.heads else ():
             names = outer.arguments.get(given)
             if names is None or not self.only_columns(given, outer):
@@ -149,7 +166,7 @@ class _Entries:
             if outer.first_op <= index < outer.last_op:
                 around = {c.path for c in self.trace.ancestors(self.trace.ops[index].call)}
                 user = self.trace.calls[self.trace.ops[index].call].path
-                if user not in self.columns and not around & self.multihead:
+                if user not in self.columns and around.isdisjoint(self.multihead | self.adapted):
                     return False
         return True
 
@@ -290,7 +307,8 @@ def head_views(trace: Trace, columns: set[str]) -> dict[str, list[tuple[int, ...
 
     Columns are followed through what acts on each by itself, and through cuts of a packed layer.
     """
-    flat = {c.outputs[0]: c.path for c in trace.calls if c.path in columns and c.outputs}
+    # what several layers made (a layer and its adapter, added) are columns of each of them
+    flat = {c.outputs[0]: (c.path,) for c in trace.calls if c.path in columns and c.outputs}
     seen: dict[str, list[tuple[int, ...]]] = {}
     for op in trace.ops:
         if trace.calls[op.call].path in columns:
@@ -299,17 +317,18 @@ def head_views(trace: Trace, columns: set[str]) -> dict[str, list[tuple[int, ...
         for number in op.inputs:
             if number not in flat:
                 continue
-            path, width = flat[number], trace.shapes[number][-1]
+            paths, width = flat[number], trace.shapes[number][-1]
             for out in op.outputs:
                 shape = trace.shapes[out]
                 deeper = len(shape) - len(trace.shapes[number])
                 heads = _heads_of(shape, width, deeper) if name in VIEWS else ()
                 if len(heads) >= 2:
-                    seen.setdefault(path, []).append(heads)
+                    for path in paths:
+                        seen.setdefault(path, []).append(heads)
                 elif name in _CUTS or (
                     shape[-1:] == (width,) and (op.pointwise or name in KEEPING or name in VIEWS)
                 ):
-                    flat.setdefault(out, path)
+                    flat[out] = tuple(dict.fromkeys((*flat.get(out, ()), *paths)))
     return seen
 
 

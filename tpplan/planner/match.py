@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from tpplan.language import Diagnostic, Plan, Rule, nearest
+from tpplan.language import Diagnostic, FrozenMap, Plan, Position, Rule, nearest
+from tpplan.language.styles import WHOLE
+from tpplan.planner.adapters import Wrapping, factor_rules, wrapping_of
+from tpplan.styles import named
 
 
 @dataclass(frozen=True)
 class Matches:
-    """Rules by module path and by bare parameter name, and the optional patterns left over."""
+    """Rules by module path and by bare parameter name, and the optional patterns left over.
+
+    Attributes:
+        adapted: what a layer with a low-rank adapter is made of -> the path of that layer.
+    """
 
     modules: Mapping[str, Rule]
     parameters: Mapping[str, Rule]
     unmatched: tuple[str, ...]
+    adapted: Mapping[str, str]
 
 
 def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
@@ -28,12 +36,17 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
         for path, module in model.named_modules(remove_duplicate=False)
     }
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    wrapping = wrapping_of(model)
+    called = {path: wrapping.called(path) for path in modules}
+    for name in parameters:
+        owner, _, leaf = name.rpartition(".")
+        called[name] = name, f"{wrapping.names.get(owner, owner)}.{leaf}".lstrip(".")
     claims: dict[str, list[Rule]] = {}
     diagnostics: list[Diagnostic] = []
     unmatched: list[str] = []
     for rule in plan.rules:
-        hits = [p for p in modules if rule.pattern.matches(p)]
-        hits = hits or [p for p in parameters if rule.pattern.matches(p)]
+        hits = [p for p in modules if any(map(rule.pattern.matches, called[p]))]
+        hits = hits or [p for p in parameters if any(map(rule.pattern.matches, called[p]))]
         for path in dict.fromkeys(modules.get(hit, hit) for hit in hits):
             claims.setdefault(path, []).append(rule)
         if hits:
@@ -68,14 +81,43 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
                 (("the other pattern", by_text[first].position),),
             )
         )
-    return (
-        Matches(
-            {p: r for p, r in chosen.items() if p in modules},
-            {p: r for p, r in chosen.items() if p not in modules},
-            tuple(unmatched),
-        ),
-        diagnostics,
-    )
+    of_modules = {p: r for p, r in chosen.items() if p in modules}
+    of_parameters = {p: r for p, r in chosen.items() if p not in modules}
+    adapted = _settle(model, wrapping, of_modules, diagnostics)
+    return Matches(of_modules, of_parameters, tuple(unmatched), adapted), diagnostics
+
+
+def _settle(
+    model: nn.Module, wrapping: Wrapping, rules: dict[str, Rule], wrong: list[Diagnostic]
+) -> dict[str, str]:
+    """Hand rules on to what peft has wrapped; the parts of adapted layers, by their paths."""
+    for path in wrapping.held:
+        if path not in wrapping.layers and path in rules:
+            rule = rules.pop(path)
+            for inner in wrapping.held[path]:
+                rules.setdefault(inner, rule)
+    refused: dict[tuple[Position, str, str], list[str]] = {}
+    adapted: dict[str, str] = {}
+    for path in wrapping.held:
+        claim = rules.get(path) or rules.get(wrapping.held[path][0])
+        if path not in wrapping.layers or claim is None or not named(claim.style).sharded:
+            continue
+        (held,) = wrapping.held[path]
+        factors = factor_rules(model, path, rules.setdefault(held, claim))
+        if isinstance(factors, str):
+            refused.setdefault((claim.position, claim.style, factors), []).append(path)
+            rules[path] = replace(claim, style=WHOLE, options=FrozenMap())  # all in it is spoken of
+            del rules[held]
+            continue
+        rules.pop(path, None)
+        adapted.update(dict.fromkeys((held, *factors), path))
+        for factor, its in factors.items():
+            rules.setdefault(factor, its)
+    hint = f"of peft's adapters LoRA on a Linear can be; or make the layer {WHOLE}"
+    for (position, style, message), paths in refused.items():
+        said = f"{fold(paths)}: {style}: {message}, which cannot be sharded"
+        wrong.append(Diagnostic(said, position, hint))
+    return adapted
 
 
 def nearly(parameter: str, matches: Matches) -> tuple[Rule | None, str]:

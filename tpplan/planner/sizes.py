@@ -81,9 +81,8 @@ class Sizes:
     def lay_out(self, trace: Trace) -> None:
         """Head geometry, the rows of each rank, the per-rank attributes."""
         seen = infer.head_views(trace, self.columns)
-        self.geometry = Geometry(
-            self.model, self.rules, seen, self.transposed, self.complaints.wrong
-        )
+        wrong, adapted = self.complaints.wrong, self.complaints.matches.adapted
+        self.geometry = Geometry(self.model, self.rules, seen, self.transposed, wrong, adapted)
         self.attributes = {}
         misfits: Misfits = {}
         for path, rule in self.rules.items():

@@ -85,20 +85,14 @@ class Walk:
         # arguments of which each rank takes its heads, where their gradient is put together
         for_heads = {path: rule.options.get("head_inputs") or () for path, rule in rules.items()}
         self.for_heads = {
-            call.index: {self._argument(call, name) for name in for_heads.get(call.path, ())}  # type: ignore[attr-defined]
+            call.index: {call.given_as(name) for name in for_heads.get(call.path, ())}  # type: ignore[attr-defined]
             for call in trace.calls
         }
         self.apart: set[int] = set()  # calls of replicated modules that get the whole stream
         self.flat: set[int] = set()  # made by column-parallel layers of tokens without their batch
 
-    def _argument(self, call: Call, name: str) -> int | None:
-        for number, arguments in call.arguments.items():
-            if any(a.name == name for a in arguments):
-                return number
-        return None
-
     def _entries(self, call: Call) -> set[int]:
-        given = (self._argument(call, b.arguments[0].name) for b in self.boundaries[call.path])
+        given = (call.given_as(b.arguments[0].name) for b in self.boundaries[call.path])
         return {number for number in given if number is not None}
 
     def element_of(self, call: Call) -> Call | None:
@@ -173,7 +167,7 @@ class Walk:
         around = self.element_of(call)
         if around is None or call.index not in self.apart:
             return
-        stream = self._argument(around, self.elements[around.path].argument.name)
+        stream = around.given_as(self.elements[around.path].argument.name)
         rows = () if stream is None else self.trace.shapes[stream][: self.dim + 1]
         known, made = self.flow.detours[call.path], []
         for number, place in zip(call.outputs, call.places, strict=True):
@@ -202,7 +196,7 @@ class Walk:
         around = self.element_of(call)
         if around is None:
             return
-        stream = self._argument(around, self.elements[around.path].argument.name)
+        stream = around.given_as(self.elements[around.path].argument.name)
         # with or without their batch: as the column-parallel layers were given them
         same = (given in self.flat) == (len(self.trace.shapes[given]) <= self.dim + 1)
         if stream is None or not same or not self._rows_of(given, stream):
@@ -221,17 +215,18 @@ class Walk:
         given = next((n for n in call.arguments if n in self.trace.floating), None)
         self.styles.get(call.path, NONE).enter(self, call, given)
         if call.path in self.elements:
-            number = self._argument(call, self.elements[call.path].argument.name)
-            beside = (self._argument(call, a.name) for a in self.elements[call.path].others)
+            number = call.given_as(self.elements[call.path].argument.name)
+            beside = (call.given_as(a.name) for a in self.elements[call.path].others)
             self.stream.update(n for n in (number, *beside) if n is not None)
         inside = self.element_of(call) is not None
         for boundary in self.boundaries.get(call.path, ()) if inside else ():
             name = boundary.arguments[0].name
-            number = self._argument(call, name)
+            number = call.given_as(name)
             if number is not None:
                 ours = number in self.stream or number in self.region
                 (self.flow.streamed if ours else self.flow.whole).add((call.path, name))
-        apart = [c.path for c in self.trace.ancestors(call.index) if c.index in self.apart]
+        around = list(self.trace.ancestors(call.index))
+        apart = [c.path for c in around if c.index in self.apart]
         style = self.styles.get(call.path, NONE)
         if not self.flow.detours.keys().isdisjoint(apart[:1]) and not (
             style is NONE or style.apart
@@ -240,7 +235,8 @@ class Walk:
         if call.path in self.dropouts and given is not None:
             stream = given in self.stream and not apart and self.noise.is_cut(given)
             kind = "region" if given in self.region else "stream" if stream else "whole"
-            kind = "whole" if given in self.noise.parts else kind
+            entered = {n for c in around for n in self.entry.get(c.index, ())}
+            kind = "whole" if given in self.noise.parts | self.whole_in_region | entered else kind
             self.flow.draws.setdefault(call.path, set()).add(kind)
 
     def leave(self, call: Call) -> None:
@@ -277,7 +273,9 @@ class Walk:
         region = any(n in self.region or n in entries or n in cut for n in op.inputs)
         stream = not region and not apart and any(n in self.stream for n in op.inputs)
         rows = [n for n in op.inputs if n in self.stream] if stream else []
-        self.noise.note(index, op, self.noise.kind_of(op, region, rows))
+        # what has entered, and what is made of it alone, is whole on every rank
+        columns = any(n in cut or (n not in entries and self.is_sharded(n)) for n in op.inputs)
+        self.noise.note(index, op, self.noise.kind_of(op, columns, rows))
         if any(c.path in self.multihead for c in around):
             return
         weights = frozenset[str]().union(
@@ -366,7 +364,7 @@ class Walk:
         if kept and (op.pointwise or name in KEEPING or name in VIEWS):
             return
         element = next(c for c in around if c.path in self.elements)
-        number = self._argument(element, self.elements[element.path].argument.name)
+        number = element.given_as(self.elements[element.path].argument.name)
         shape = () if number is None else self.trace.shapes[number][: self.dim + 1]
         if not acts_on_each(op, self.trace, self.stream, shape, self.dim):
             self.flow.along.setdefault(around[0].path, name)

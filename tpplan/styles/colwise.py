@@ -12,11 +12,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
+from tpplan.language.styles import WHOLE
 from tpplan.layout import Rows
 from tpplan.roles import linear
 from tpplan.roles.members import OwnMembers
 from tpplan.roles.norm import WidthNorm
 from tpplan.styles.style import (
+    Factor,
     Misfits,
     Roles,
     Style,
@@ -24,6 +26,7 @@ from tpplan.styles.style import (
     divisors,
     equal_parts,
     is_matrix,
+    kept,
     runs_as,
     without_weight,
 )
@@ -53,6 +56,10 @@ class Colwise(Style):
     def is_list(self, module: nn.Module) -> bool:
         """A module for each head, of which a rank runs those of its own heads."""
         return isinstance(module, nn.ModuleList)
+
+    def low_rank(self, options: Mapping[str, object]) -> tuple[Factor, Factor] | None:
+        """A works on the whole input; B makes columns of that, which lie as the module's do."""
+        return (WHOLE, {}), (self.name, kept(options, "packed"))
 
     def placement(
         self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None

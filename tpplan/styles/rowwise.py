@@ -12,10 +12,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
+from tpplan.language.styles import WHOLE
 from tpplan.layout import MisfitError, Rows
 from tpplan.roles import linear
 from tpplan.roles.linear import RowwiseScattered, RowwiseTogether
 from tpplan.styles.style import (
+    Factor,
     Misfits,
     Roles,
     Style,
@@ -23,6 +25,7 @@ from tpplan.styles.style import (
     divisors,
     equal_parts,
     is_matrix,
+    kept,
     without_weight,
 )
 
@@ -50,6 +53,12 @@ class Rowwise(Style):
     def scatters(self, options: Mapping[str, object]) -> bool:
         """As the plan says."""
         return options.get("output") == "shard"
+
+    def low_rank(self, options: Mapping[str, object]) -> tuple[Factor, Factor] | None:
+        """A sums over the ranks, and B goes on with the sum."""
+        if self.scatters(options):
+            return None
+        return (self.name, kept(options, "packed")), (WHOLE, {})
 
     def placement(
         self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None

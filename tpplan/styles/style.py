@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Roles = tuple[list[type[nn.Module]], type[Lowered] | None]
 """The outermost first; and the one in torch's class's place, inside of the module's own."""
+Factor = tuple[str, dict[str, object]]
+"""The style of a factor of a low-rank matrix, and its options."""
 Misfits = dict[str, dict[str, str]]
 """The values of tp that would fit -> module path -> what does not."""
 
@@ -81,6 +83,10 @@ class Style:
     def scatters(self, options: Mapping[str, object]) -> bool:
         """Whether of a sum each rank gets its columns."""
         return False
+
+    def low_rank(self, options: Mapping[str, object]) -> tuple[Factor, Factor] | None:
+        """What becomes of A and B where x A B is added to what such a module makes of x."""
+        return None
 
     def placement(
         self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None
@@ -143,6 +149,11 @@ def cut_along(parameter: torch.Tensor, dim: object, tp: int) -> Shard:
         hint = f"tp may be {divisors(shape[dim])}"
         raise MisfitError(f"tp {tp} does not divide the {shape[dim]} of its dimension {dim}", hint)
     return Shard(dim % len(shape))
+
+
+def kept(options: Mapping[str, object], name: str) -> dict[str, object]:
+    """One of a rule's options, where it is stated."""
+    return {name: options[name]} if name in options else {}
 
 
 def equal_parts(packed: Mapping[str, object], size: int, tp: int, dim: int) -> Rows:

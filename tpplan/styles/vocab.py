@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +12,19 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
+from tpplan.language.styles import ROWS
 from tpplan.layout import Rows
 from tpplan.roles.reads import Table
 from tpplan.roles.vocab import VocabEmbedding, VocabHead
-from tpplan.styles.style import Roles, Style, adds_to_embedding, runs_as, without_weight
+from tpplan.styles.style import (
+    Factor,
+    Roles,
+    Style,
+    adds_to_embedding,
+    kept,
+    runs_as,
+    without_weight,
+)
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -48,6 +58,10 @@ class Vocab(Style):
     def is_head(self, module: nn.Module) -> bool:
         """Whether it multiplies instead of looking up."""
         return isinstance(module, nn.Linear)
+
+    def low_rank(self, options: Mapping[str, object]) -> tuple[Factor, Factor] | None:
+        """A works on a rank's rows of the stream, B is a head beside the module."""
+        return (ROWS, {}), (self.name, kept(options, "output"))
 
     def placement(
         self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None
