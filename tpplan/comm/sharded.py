@@ -49,6 +49,16 @@ class Sharded(Rooted):
     def _tpplan_source(self) -> Source:  # type: ignore[override]
         return source_on(self.device_mesh)  # of one that torch.compile put together
 
+    @staticmethod
+    def __metadata_guard__(known: Any, given: Any) -> bool:
+        """Whether a graph of tensors ``known`` serves those ``given``: their sizes are its inputs."""
+        return all(
+            (a._replace(shape=(), stride=()) == b._replace(shape=(), stride=()))
+            if isinstance(a, compat.TensorMeta)
+            else a == b
+            for a, b in zip(known, given, strict=True)
+        )
+
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank; differentiable."""
         dim = dim_of(self)
@@ -189,7 +199,7 @@ def _converted(func: Any, x: Any, *options: Any) -> torch.Tensor:
     like, dim, length = options
     source = like._tpplan_source
     rows = source.unpadded(x, length, dim).clone()
-    shape = [int(n) for n in x.shape]  # those of a spec are not symbols
+    shape = list(x.shape)
     shape[dim] = length
     return wrapped(rows, source, compat.dtensor_spec(source.mesh, (Shard(dim),), shape, rows.dtype))
 

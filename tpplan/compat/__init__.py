@@ -7,6 +7,7 @@ mended here and nowhere else.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
 from tpplan.compat.autograd import below_autograd as below_autograd
 from tpplan.compat.autograd import differentiates_backward as differentiates_backward
@@ -45,5 +46,8 @@ from tpplan.compat.tensors import mesh_of as mesh_of
 from tpplan.compat.tensors import shards_of as shards_of
 from tpplan.compat.tensors import spec_of as spec_of
 from tpplan.compat.tensors import unflattened as unflattened
+from tpplan.compat.sizes import always as always
+from tpplan.compat.sizes import larger as larger
+from tpplan.compat.sizes import smaller as smaller
 from tpplan.compat.worlds import fake_world as fake_world
 from tpplan.compat.worlds import simulate as simulate
