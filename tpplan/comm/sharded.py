@@ -51,13 +51,11 @@ class Sharded(Rooted):
 
     @staticmethod
     def __metadata_guard__(known: Any, given: Any) -> bool:
-        """Whether a graph of tensors ``known`` serves those ``given``: their sizes are its inputs."""
-        return all(
-            (a._replace(shape=(), stride=()) == b._replace(shape=(), stride=()))
-            if isinstance(a, compat.TensorMeta)
-            else a == b
-            for a, b in zip(known, given, strict=True)
-        )
+        """Whether a graph that torch.compile made for one tensor serves another.
+
+        As torch has it, the sizes must be the same; they are inputs of the graph, and guarded.
+        """
+        return all(map(_alike_but_for_sizes, known, given))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank; differentiable."""
@@ -69,6 +67,12 @@ class Sharded(Rooted):
         if grad_placements is not None:
             return super().to_local(grad_placements=grad_placements)
         return rows_of(self)
+
+
+def _alike_but_for_sizes(a: object, b: object) -> bool:
+    if isinstance(a, compat.TensorMeta) and isinstance(b, compat.TensorMeta):
+        return a.dtype == b.dtype
+    return a == b
 
 
 class Window(DTensor):

@@ -37,6 +37,9 @@ from tpplan.compat.ops import is_view as is_view
 from tpplan.compat.ops import memory_of as memory_of
 from tpplan.compat.ops import queue_of as queue_of
 from tpplan.compat.ops import written_by as written_by
+from tpplan.compat.sizes import always as always
+from tpplan.compat.sizes import larger as larger
+from tpplan.compat.sizes import smaller as smaller
 from tpplan.compat.tensors import dtensor as dtensor
 from tpplan.compat.tensors import dtensor_spec as dtensor_spec
 from tpplan.compat.tensors import full_states_by as full_states_by
@@ -46,8 +49,5 @@ from tpplan.compat.tensors import mesh_of as mesh_of
 from tpplan.compat.tensors import shards_of as shards_of
 from tpplan.compat.tensors import spec_of as spec_of
 from tpplan.compat.tensors import unflattened as unflattened
-from tpplan.compat.sizes import always as always
-from tpplan.compat.sizes import larger as larger
-from tpplan.compat.sizes import smaller as smaller
 from tpplan.compat.worlds import fake_world as fake_world
 from tpplan.compat.worlds import simulate as simulate

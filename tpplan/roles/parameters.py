@@ -219,13 +219,11 @@ class Own:
         """``held``, which stands in a parameter's place, as planned; None: FSDP2 shards it now."""
         spec = self.specs[index]
         if not isinstance(held, torch.Tensor):
-            raise RuntimeError(
-                f"{self.title(index)} is gone: the module has {held!r} in its place"
-            )
+            raise RuntimeError(f"{self.title(index)} is gone: the module has {held!r} in its place")
         if held.shape != spec.shape:
             raise RuntimeError(
-                f"{self.title(index)} has the shape {tuple(held.shape)} now, where {tuple(spec.shape)} is due; "
-                "give it whole, each rank takes its own part"
+                f"{self.title(index)} has the shape {tuple(held.shape)} now, where "
+                f"{tuple(spec.shape)} is due; give it whole, each rank takes its own part"
             )
         if isinstance(held, DTensor):
             given = compat.spec_of(held)
