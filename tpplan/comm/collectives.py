@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpplan.compat import below_autograd, dispatch_is_observed, dispatch_modes
+from tpplan.compat import always, below_autograd, dispatch_is_observed, dispatch_modes
 from tpplan.kernels.transition import is_view, pack, unpack
 
 _ops = torch.ops._c10d_functional
@@ -124,14 +124,28 @@ def chunk(length: int, size: int) -> int:
 def pad(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """``x`` with zeros behind it along ``dim`` up to ``length``; ``x`` itself where it fits."""
     missing = length - x.size(dim)
-    if missing == 0:
+    if always(missing == 0):
         return x
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, missing])
+
+
+def first_rows(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """The first ``length`` of ``x`` along ``dim``; a view, where it is no graph's.
+
+    A graph for all lengths may not ask whether the view is contiguous, as ops do: it is where
+    nothing is cut off. There the rows are cut where they are the outermost.
+    """
+    if not torch.compiler.is_compiling() and type(length) is int:
+        return x.narrow(dim, 0, length)
+    first = x.movedim(dim, 0).clone(memory_format=torch.contiguous_format).narrow(0, 0, length)
+    return first.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
 def local_slice(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's padded chunk of a whole tensor; nothing is sent."""
     rows = chunk(x.size(dim), group.size)
+    if torch.compiler.is_compiling():  # whose graph for all lengths has no shorter chunk
+        return pad(x, dim, rows * group.size).narrow(dim, rows * group.rank, rows).clone()
     start = min(rows * group.rank, x.size(dim))
     stop = min(start + rows, x.size(dim))
     return pad(x.narrow(dim, start, stop - start), dim, rows).contiguous()
@@ -169,7 +183,7 @@ def _unpacked(
     if shape[:dim].count(1) != dim:
         chunks = chunks.view(group.size, *shape).movedim(0, dim)
     whole = chunks.reshape([*shape[:dim], rows, *shape[dim + 1 :]])
-    return whole if rows == length else whole.narrow(dim, 0, length)
+    return whole if always(rows == length) else first_rows(whole, dim, length)
 
 
 def start_reduce_scatter(

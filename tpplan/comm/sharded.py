@@ -49,6 +49,14 @@ class Sharded(Rooted):
     def _tpplan_source(self) -> Source:  # type: ignore[override]
         return source_on(self.device_mesh)  # of one that torch.compile put together
 
+    @staticmethod
+    def __metadata_guard__(known: Any, given: Any) -> bool:
+        """Whether a graph that torch.compile made for one tensor serves another.
+
+        As torch has it, the sizes must be the same; they are inputs of the graph, and guarded.
+        """
+        return all(map(_alike_but_for_sizes, known, given))
+
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank; differentiable."""
         dim = dim_of(self)
@@ -59,6 +67,12 @@ class Sharded(Rooted):
         if grad_placements is not None:
             return super().to_local(grad_placements=grad_placements)
         return rows_of(self)
+
+
+def _alike_but_for_sizes(a: object, b: object) -> bool:
+    if isinstance(a, compat.TensorMeta) and isinstance(b, compat.TensorMeta):
+        return a.dtype == b.dtype
+    return a == b
 
 
 class Window(DTensor):
@@ -189,7 +203,7 @@ def _converted(func: Any, x: Any, *options: Any) -> torch.Tensor:
     like, dim, length = options
     source = like._tpplan_source
     rows = source.unpadded(x, length, dim).clone()
-    shape = [int(n) for n in x.shape]  # those of a spec are not symbols
+    shape = list(x.shape)
     shape[dim] = length
     return wrapped(rows, source, compat.dtensor_spec(source.mesh, (Shard(dim),), shape, rows.dtype))
 

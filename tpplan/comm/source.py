@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tpplan import compat
-from tpplan.comm.collectives import Group, Site, all_gather, chunk, pad
+from tpplan.comm.collectives import Group, Site, all_gather, chunk, first_rows, pad
 from tpplan.comm.conjugates import Transition
 from tpplan.comm.placements import along_tp, dim_of
 from tpplan.comm.randomness import Randomness
@@ -56,14 +56,14 @@ class Source:
     def rows(self, length: int) -> tuple[int, int]:
         """The first of this rank's rows of ``length``, and how many they are."""
         each = chunk(length, self.group.size)
-        start = min(each * self.group.rank, length)
-        return start, min(each, length - start)
+        start = compat.smaller(each * self.group.rank, length)
+        return start, compat.smaller(each, length - start)
 
     def unpadded(self, rows: torch.Tensor, length: int, dim: int) -> torch.Tensor:
         """``rows`` without the padding that makes all ranks' as many."""
         count = rows.size(dim)
-        mine = min(count, self.rows(length)[1])
-        return rows if mine == count else rows.narrow(dim, 0, mine).contiguous()
+        mine = compat.smaller(count, self.rows(length)[1])
+        return rows if compat.always(mine == count) else first_rows(rows, dim, mine).contiguous()
 
     def spec(self, rows: torch.Tensor, length: int, dim: int) -> compat.DTensorSpec:
         """Of a contiguous tensor that is ``length`` along ``dim``, and else as its ``rows``."""

@@ -211,7 +211,6 @@ class Stream:
         """The DTensor of global ``length`` along ``dim`` whose padded chunk is ``local``."""
         dim = self.dim if dim is None else dim
         if torch.compiler.is_compiling():
-            self.source.spec(local, length, dim)  # looked up, sizes are numbers: a graph for each
             return traced.whole_of(local, self.anchor, length, dim)
         return whole_of(local, self.source, length, dim)
 

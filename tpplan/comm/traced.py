@@ -16,8 +16,8 @@ from tpplan.comm.sharded import Sharded
 from tpplan.comm.source import Source, wrapped
 
 _library = torch.library.Library("tpplan", "FRAGMENT")
-_library.define("whole_of(Tensor rows, Tensor like, int dim, int length) -> Tensor")
-_library.define("rows_of(Tensor x, int dim, int count) -> Tensor")
+_library.define("whole_of(Tensor rows, Tensor like, int dim, SymInt length) -> Tensor")
+_library.define("rows_of(Tensor x, int dim, SymInt count) -> Tensor")
 
 
 def anchor(source: Source) -> Sharded:

@@ -7,6 +7,7 @@ mended here and nowhere else.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
 from tpplan.compat.autograd import below_autograd as below_autograd
 from tpplan.compat.autograd import differentiates_backward as differentiates_backward
@@ -38,6 +39,9 @@ from tpplan.compat.ops import queue_of as queue_of
 from tpplan.compat.ops import written_by as written_by
 from tpplan.compat.pipelines import backward_is_split as backward_is_split
 from tpplan.compat.pipelines import only_sizes_count as only_sizes_count
+from tpplan.compat.sizes import always as always
+from tpplan.compat.sizes import larger as larger
+from tpplan.compat.sizes import smaller as smaller
 from tpplan.compat.tensors import dtensor as dtensor
 from tpplan.compat.tensors import dtensor_spec as dtensor_spec
 from tpplan.compat.tensors import full_states_by as full_states_by

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.compat.replaced import there
+from tpplan.compat.sizes import larger
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
@@ -89,7 +90,7 @@ def dtensor_spec(
     if stride is None:
         strides = [1]
         for size in reversed(shape[1:]):
-            strides.append(strides[-1] * max(int(size), 1))
+            strides.append(strides[-1] * larger(size, 1))
         stride = strides[::-1]
     meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)

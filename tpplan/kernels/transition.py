@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpplan.compat import always
 from tpplan.kernels.launch import FLOATS, blocks, fused, jit, launch, power, tl, vector, warps, wide
 from tpplan.kernels.operator import operator
 
@@ -157,7 +158,7 @@ def unpack(gathered: Tensor, dim: int, length: int) -> Tensor:
 
 def is_view(shape: Sequence[int], dim: int, ranks: int) -> bool:
     """Whether the chunks along ``dim`` lie one behind the other as they are."""
-    return math.prod(shape[:dim]) == 1 and shape[dim] % ranks == 0
+    return math.prod(shape[:dim]) == 1 and always(shape[dim] % ranks == 0)
 
 
 def pack(

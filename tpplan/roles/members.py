@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from tpplan import compat
@@ -22,9 +23,12 @@ def summing_site(path: str) -> Site:
 def members_of(module: Lowered) -> list[tuple[Lowered, Own]]:
     """Those that have parameters of their own, found when first asked for."""
     state = module._tpplan
-    if state.members is None:
-        state.members = _holding(module)
-    return state.members
+    found = state.members
+    if found is None:
+        found = _holding(module)
+        if not torch.compiler.is_compiling():  # its graph would not serve a second time
+            state.members = found
+    return found
 
 
 def _holding(module: nn.Module) -> list[tuple[Lowered, Own]]:
@@ -42,8 +46,9 @@ def prepare(module: Lowered, summed_only: bool) -> None:
         if own.summed[index] or not summed_only
     ]
     if jobs:
-        state = module._tpplan
-        make(jobs, summing_site(state.plan.path))
+        # a graph is told no path: one of an element serves them all
+        path = "" if torch.compiler.is_compiling() else module._tpplan.plan.path
+        make(jobs, summing_site(path))
 
 
 def called(module: Lowered) -> contextlib.AbstractContextManager[None]:

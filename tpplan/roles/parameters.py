@@ -229,13 +229,13 @@ class Own:
 
     def placed(self, index: int, held: Any) -> DTensor | None:
         """``held``, which stands in a parameter's place, as planned; None: FSDP2 shards it now."""
-        spec, name = self.specs[index], self.title(index)
+        spec = self.specs[index]
         if not isinstance(held, torch.Tensor):
-            raise RuntimeError(f"{name} is gone: the module has {held!r} in its place")
+            raise RuntimeError(f"{self.title(index)} is gone: the module has {held!r} in its place")
         if held.shape != spec.shape:
             raise RuntimeError(
-                f"{name} has the shape {tuple(held.shape)} now, where {tuple(spec.shape)} is due; "
-                "give it whole, each rank takes its own part"
+                f"{self.title(index)} has the shape {tuple(held.shape)} now, where "
+                f"{tuple(spec.shape)} is due; give it whole, each rank takes its own part"
             )
         if isinstance(held, DTensor):
             given = compat.spec_of(held)

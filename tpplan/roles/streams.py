@@ -200,7 +200,9 @@ class InStack(Lowered):
         state = self._tpplan
         watched = state.watched
         if watched is None:
-            watched = state.watched = _watched(self)
+            watched = _watched(self)
+            if not torch.compiler.is_compiling():  # its graph would not serve a second time
+                state.watched = watched
         if not watched:
             return super().forward(*args, **kwargs)
         stream = state.stream

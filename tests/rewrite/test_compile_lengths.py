@@ -1,0 +1,112 @@
+"""Sharded models over many lengths: compiled, in as few graphs as unsharded ones; recomputed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import tpplan
+from tests.compare import Errors, beyond, same, step
+from tests.models import hf, token_ids
+from tests.ranks import Ranks
+
+# of the first alone a graph is made for one length; tp divides some of the others
+LENGTHS = 16, 18, 24, 32, 17, 33, 40, 7, 64, 5
+GRAPHS = 2  # what the unsharded model takes
+
+
+def over_lengths(
+    reference: nn.Module, model: nn.Module, run: Callable[..., Any], lengths: tuple[int, ...]
+) -> Errors:
+    """The errors of ``model`` at each length; ``run`` calls what was compiled of it."""
+    errors: Errors = {}
+    for length in lengths:
+        ids = token_ids(2, length, length)
+
+        def outputs(m: nn.Module, ids: torch.Tensor = ids) -> dict[str, torch.Tensor]:
+            out = (run if m is model else m)(ids, labels=ids)
+            return {"objective": out.loss, "loss": out.loss, "logits": out.logits}
+
+        found = step(reference, model, outputs, plain=False)
+        errors |= {f"{name} at length {length}": e for name, e in found.items()}
+    return errors
+
+
+def sharded(mesh: DeviceMesh, sequence_parallel: bool) -> tuple[Any, Any]:
+    torch._dynamo.reset()
+    counters.clear()
+    reference = hf(use_cache=False)
+    model = copy.deepcopy(reference)
+    tpplan.parallelize(model, "llama.yaml", mesh, sequence_parallel=sequence_parallel, prove=False)
+    return reference, model
+
+
+def graphs() -> int:
+    """How many were made since."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def whole(mesh: DeviceMesh, sequence_parallel: bool, dynamic: bool | None) -> Errors:
+    reference, model = sharded(mesh, sequence_parallel)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    errors = over_lengths(reference, model, compiled, LENGTHS)
+    return {**errors, "graphs": same(graphs() <= (1 if dynamic else GRAPHS))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, True], ids=["found out", "dynamic=True"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
+def test_model(ranks: Ranks, sequence_parallel: bool, dynamic: bool | None) -> None:
+    assert beyond(ranks.run(2, whole, sequence_parallel, dynamic)) == {}
+
+
+def layers(mesh: DeviceMesh, sequence_parallel: bool, backend: str) -> Errors:
+    """Each layer compiled in place: one graph serves them all."""
+    reference, model = sharded(mesh, sequence_parallel)
+    for layer in model.model.layers:
+        layer.compile(backend=backend, fullgraph=True)
+    errors = over_lengths(reference, model, model, LENGTHS)
+    return {**errors, "graphs": same(graphs() <= GRAPHS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
+def test_layers(ranks: Ranks, sequence_parallel: bool, backend: str) -> None:
+    assert beyond(ranks.run(2, layers, sequence_parallel, backend)) == {}
+
+
+def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpointed(mesh: DeviceMesh, selective: bool) -> Errors:
+    """Layers that backward recomputes, all of them or but for their products."""
+    reference, model = sharded(mesh, sequence_parallel=True)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if selective:
+        options["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, keep_products
+        )
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
+    return over_lengths(reference, model, model, LENGTHS[-4:])
+
+
+@pytest.mark.parametrize("selective", [False, True], ids=["all", "selective"])
+def test_checkpointed(ranks: Ranks, selective: bool) -> None:
+    assert beyond(ranks.run(2, checkpointed, selective)) == {}
