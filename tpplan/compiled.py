@@ -159,6 +159,7 @@ class ModulePlan:
         together: the row-parallel layers, in order of execution, whose sum is reduced once.
         head_inputs: arguments of which each rank takes its heads: (argument, dimension).
         heads: how many there are on all ranks.
+        partial: whether it is row-parallel and the module around it reduces what it gives.
         detour: of a replicated module that runs on the whole sequence.
         summed: of a module that multiplies by its own cut parameters.
         container: whether the stream passes through it in its global form.
@@ -186,6 +187,7 @@ class ModulePlan:
     together: tuple[str, ...] = ()
     head_inputs: tuple[tuple[Argument, int], ...] = ()
     heads: int = 0
+    partial: bool = False
     detour: Detour | None = None
     summed: Summed | None = None
     container: bool = False

@@ -80,6 +80,10 @@ STYLES: dict[str, Words] = {
         "shard an embedding or a head by vocabulary",
         {"output": Option(Kind.CHOICE, "leave logits sharded or gather them", ("shard", "gather"))},
     ),
+    "experts": Words(
+        "share out stacked experts, a part of each to every rank",
+        {"shard": Option(Kind.CHOICE, "what a rank has: inner columns of each", ("inner",))},
+    ),
     "replicate": Words(
         "leave the parameters whole on every rank, those of modules inside as well",
         {

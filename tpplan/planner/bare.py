@@ -30,12 +30,16 @@ class BareRegion:
         summed: what is a part of a sum where the module gives it; None where nothing is.
         columns: whether the module gives columns, as a column-parallel layer.
         parts: the tensors that are parts of a sum, in all of its calls.
+        block: whether it is a block of experts, whose inputs are whole for all that is inside.
+        rows: row-parallel layers inside of such, of which it takes a part as well.
     """
 
     entering: Mapping[int, tuple[Argument, ...]]
     summed: Summed | None
     columns: bool
     parts: frozenset[int]
+    block: bool = False
+    rows: frozenset[str] = frozenset()
 
 
 def bare_regions(

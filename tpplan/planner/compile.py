@@ -12,6 +12,7 @@ from tpplan.compat import FakeTensorMode, NeedsValuesError
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
+from tpplan.observe.experts import OfSizes
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.probe import probe_modules
 from tpplan.observe.shadow import Call, calls_for, computing_shadow_of, shadow_of
@@ -22,6 +23,7 @@ from tpplan.planner import checks, infer, stacks
 from tpplan.planner.bare import bare_regions
 from tpplan.planner.causes import Causes, led
 from tpplan.planner.complaints import Complaints
+from tpplan.planner.experts import blocks
 from tpplan.planner.kernels import implementations
 from tpplan.planner.match import match
 from tpplan.planner.outcome import Outcome
@@ -124,6 +126,15 @@ class _Compiler(Outcome):
         self.bare, drawn = (
             bare_regions(trace, cut, self.styles, aliases) for trace in (self.trace, drawing)
         )
+        elements = {c.path for c in self.trace.calls if c.parent is None}
+        for trace, regions in ((self.trace, self.bare), (drawing, drawn)):
+            regions.update(blocks(trace, self.styles, elements))
+        gathers |= {
+            path: gathers.get(path, frozenset())
+            | {a.name for names in region.entering.values() for a in names}
+            for path, region in self.bare.items()
+            if region.block
+        }
         summing = {path for path, region in self.bare.items() if region.summed is not None}
         columns, adapted = self.sizes.columns, self.matches.adapted
         self.boundaries = infer.find_boundaries(
@@ -133,7 +144,10 @@ class _Compiler(Outcome):
             self.trace, self.styles, self.plan.layers, self.boundaries, self.multihead, summing
         )
         self.together = reduced_together(
-            (self.trace, drawing), self.matches.modules, self.elements, self.complaints
+            (self.trace, drawing),
+            {p: r for p, r in self.matches.modules.items() if p not in self.partial},
+            self.elements,
+            self.complaints,
         )
         self.sizes.lay_out(self.trace)
         self.placing.check_ties()
@@ -152,7 +166,7 @@ class _Compiler(Outcome):
             self.elements,
             {path for path, finding in self.probed.items() if not finding.mixes},
             self.plan.sequence_dim,
-            cut.keys(),
+            cut.keys() | self.shared_experts(),
         )
         self.flow = Walk(self.trace, *findings, self.bare).run()
         self.draws = Walk(drawing, *findings, drawn, _dropouts(self.model)).run().draws
@@ -171,11 +185,14 @@ class _Compiler(Outcome):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with no_fakes_kept():
             try:
-                drawing = self.trace_both(shadow_of(self.model, mode), mode, calls)
+                shadow = shadow_of(self.model, mode)
+                self.hide_experts(shadow)
+                drawing = self.trace_both(shadow, mode, calls)
             except NeedsValuesError as error:
                 computing = computing_shadow_of(self.model)
                 if computing is None:
                     raise self.cannot_run(error) from error
+                self.hide_experts(computing)
                 drawing = self.trace_both(computing, Numbers(), calls)
         tied = {
             name.rpartition(".")[0]
@@ -188,6 +205,12 @@ class _Compiler(Outcome):
         self.unreached = unreached(self.model, self.trace, rules, self.cut, held)
         self.sizes.orient(self.trace)
         return drawing
+
+    def hide_experts(self, shadow: nn.Module) -> None:
+        """Make one op of the experts of a mixture, which rows go to which hangs on numbers."""
+        for path in self.of("stacked"):
+            module = shadow.get_submodule(path)
+            module.forward = OfSizes(module)  # type: ignore[method-assign]
 
     def check_sizes(self, inputs: Any) -> None:
         """What tp does not fit either, where something else is wrong already."""
@@ -231,6 +254,9 @@ class _Compiler(Outcome):
         rules, styles = {**self.matches.modules}, {**self.styles}
         for path, region in self.bare.items():
             own = (rule for name, rule in self.cut.items() if name.rpartition(".")[0] == path)
+            if region.block:
+                inside = (p for p in self.of("stacked") if p.rpartition(".")[0] == path)
+                own = (rules[p] for p in inside)
             rules[path] = next(own)
             styles[path] = ROWWISE if region.summed else COLWISE if region.columns else NONE
         cause = Causes(self.model, self.trace, rules, styles, self.elements).of(self.flow)
@@ -262,6 +288,11 @@ class _Compiler(Outcome):
                 mixing[path] = f"{name}: its result at one position depends on other positions"
         whole = f"{{style: {REPLICATE.name}, input: gather}}"
         self.complaints.by_rule(mixing | failing, f"make it {whole}, to run it on all positions")
+
+    def shared_experts(self) -> set[str]:
+        """The parameters of which each rank has a part of every expert."""
+        stacked = self.sizes.stacked.items()
+        return {f"{path}.{name}" for path, shared in stacked for name in shared.cut}
 
     def cut_by_own_rules(self) -> dict[str, Rule]:
         """The rule of each parameter that is cut by one of its own, under all its names."""

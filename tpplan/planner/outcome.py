@@ -15,6 +15,7 @@ from tpplan.compiled import (
     KernelChoice,
     ModulePlan,
     ParameterPlan,
+    Summed,
     WidthNorm,
 )
 from tpplan.language import FrozenMap, Plan
@@ -115,6 +116,8 @@ class Outcome:
         if rule is not None and style.scatters(rule.options):
             return True
         # a row-parallel bias is added after the reduction, wherever the trace saw it added
+        if owner in self.partial:
+            return True  # on the first rank it is added
         if style.sums or (style.rows and name not in self.flow.in_region):
             return self.sequence_parallel
         on_stream = self.sequence_parallel and name in self.flow.on_stream
@@ -122,6 +125,18 @@ class Outcome:
         if on_stream and around and name not in self.flow.elsewhere:
             return False  # the ops on the stream in its global form sum it themselves
         return name in self.flow.in_region or on_stream
+
+    def summed_in(self, path: str) -> Summed | None:
+        """What a module gives a part of, or adds once to what it gives a part of."""
+        if path in self.bare:
+            return self.bare[path].summed
+        shared = self.sizes.stacked.get(path)
+        return None if shared is None else Summed((), shared.added)
+
+    @property
+    def partial(self) -> frozenset[str]:
+        """Row-parallel layers that do not reduce what they give."""
+        return frozenset[str]().union(*(region.rows for region in self.bare.values()))
 
     def of(self, trait: str) -> set[str]:
         """The modules of whose style something is true."""
@@ -162,7 +177,8 @@ class Outcome:
                 together=self.together.get(path, ()),
                 head_inputs=self.sizes.head_inputs.get(path, ()),
                 heads=self.heads_of(path),
-                summed=self.bare[path].summed if path in self.bare else None,
+                summed=self.summed_in(path),
+                partial=path in self.partial,
                 detour=self.flow.detours.get(path) if self.sequence_parallel else None,
                 container=path in containers,
                 draws=self.drawn(path),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.language import Diagnostic, Position, Rule
@@ -110,6 +111,9 @@ class Placing:
 
     def placement_by(self, style: str | None, owner: str, leaf: str) -> Placement:
         """Where a module's style puts one of its parameters."""
+        if named(style).stacked:
+            shared = self.sizes.stacked.get(owner)
+            return Replicate() if shared is None else shared.cut.get(leaf, Replicate())
         module, transposed = self.model.get_submodule(owner), owner in self.sizes.transposed
         return named(style).placement(leaf, module, transposed, self.sizes.layouts.get(owner))
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import unfused
 from tpplan.compiled import Element, ModulePlan, Summed
@@ -143,7 +143,8 @@ class _Replay:
     def _answers(self, model: nn.Module, path: str) -> bool:
         """Whether a module answers with random numbers instead of computing."""
         plan, module = self.plans[path], model.get_submodule(path)
-        if path in self.columns or named(plan.style).answers:
+        style = named(plan.style)
+        if path in self.columns or style.answers or style.stacked:
             return True
         size = sum(p.numel() for p in module._parameters.values() if p is not None)
         return size > _LARGE and not list(module.children())
@@ -155,6 +156,8 @@ class _Replay:
             if named(plan.style).columns and path not in self.columns:
                 module.forward = self._inner(path, original, plan)  # type: ignore[method-assign]
                 self.inner += [] if plan.norm else [path]
+            elif named(plan.style).stacked:
+                module.forward = self._experts(path)  # type: ignore[method-assign]
             elif plan.summed is not None:
                 module.forward = self._summed(path, original, plan.summed)  # type: ignore[method-assign]
             elif plan.multihead:
@@ -237,6 +240,8 @@ class _Replay:
                 rows = self.layouts.get(path)
                 due = _own_columns(event.given, rows, self.rank, self.tp)
                 _compare(path, due, given, "its input is not this rank's columns")
+                if plan.partial:
+                    return self._share(event)
                 if not style.scatters(plan.options):
                     return event.made.clone()
                 return _own_columns(event.made, None, self.rank, self.tp)
@@ -246,6 +251,29 @@ class _Replay:
             return _own_columns(event.made, self.layouts.get(path), self.rank, self.tp)
 
         return forward
+
+    def _experts(self, path: str) -> Callable[..., Any]:
+        """Stacked experts, which were run by themselves: of random numbers a rank has a part."""
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            given = torch.cat([t.flatten().to(torch.float32) for t in tensors])
+            if self.rank is None:
+                made = torch.randn(tensors[0].shape, generator=self.generator)
+                self.events.append(_Event(path, given, made))
+                return made.clone()
+            event = self._next(path)
+            _compare(path, event.given, given, "its input is not the whole model's")
+            return self._share(event)
+
+        return forward
+
+    def _share(self, event: _Event) -> torch.Tensor:
+        """A part of what a module gives, which adds up to the whole over the ranks."""
+        if self.rank == self.tp - 1:
+            return event.made - sum(event.parts)
+        event.parts.append(event.made * torch.rand(event.made.shape, generator=self.generator))
+        return event.parts[-1].clone()
 
     def _summed(
         self, path: str, original: Callable[..., Any], summed: Summed

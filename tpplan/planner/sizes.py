@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
 from tpplan.language import Rule
 from tpplan.layout import MisfitError, Rows
+from tpplan.observe.experts import NotStackedError, Stacked, WidthError, inner_columns
+from tpplan.observe.likeness import identity
 from tpplan.observe.products import Products
 from tpplan.observe.trace import Trace
 from tpplan.places import Argument
 from tpplan.planner import infer
+from tpplan.planner.attributes import assign, named_in_code
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import fold
 from tpplan.planner.parts import packed_heads
-from tpplan.styles import named
+from tpplan.styles import divisors, named
 from tpplan.styles.replicate import REPLICATE
 from tpplan.styles.style import Misfits
 
@@ -32,6 +36,7 @@ class Sizes:
         geometry: the heads.
         attributes: module path -> attribute -> (present value, value per rank).
         cut: module path -> tensor of its own -> the dimension of its heads, and how many.
+        stacked: module path -> how the ranks share the experts that it holds.
         head_inputs: module path -> arguments of which each rank takes its heads.
     """
 
@@ -43,9 +48,11 @@ class Sizes:
         self.model, self.tp, self.multihead = model, tp, multihead
         self.complaints, self.rules = complaints, complaints.matches.modules
         self.products = Products(model)
+        self._shared: dict[Any, Stacked] = {}
         self.columns: set[str] = set()
         self.transposed: set[str] = set()
         self.layouts: dict[str, Rows] = {}
+        self.stacked: dict[str, Stacked] = {}
         self.attributes: dict[str, dict[str, tuple[int, int]]] = {}
         self.cut: dict[str, dict[str, tuple[int, int]]] = {}
         self.head_inputs: dict[str, tuple[tuple[Argument, int], ...]] = {}
@@ -83,7 +90,7 @@ class Sizes:
         seen = infer.head_views(trace, self.columns)
         wrong, adapted = self.complaints.wrong, self.complaints.matches.adapted
         self.geometry = Geometry(self.model, self.rules, seen, self.transposed, wrong, adapted)
-        self.attributes = {}
+        self.attributes, self.trace = {}, trace
         misfits: Misfits = {}
         for path, rule in self.rules.items():
             try:
@@ -104,6 +111,29 @@ class Sizes:
             for path, rule in self.rules.items()
             if rule.options.get("head_inputs")
         }
+
+    def share_experts(self, path: str, rule: Rule, misfits: Misfits) -> None:
+        """What each rank has of stacked experts; those of modules that are alike, once."""
+        call = next((c for c in self.trace.calls if c.path == path), None)
+        if call is None:
+            return  # no example call comes to it
+        module = self.model.get_submodule(path)
+        key = identity(module, path, {path: rule}), str(call.given)
+        try:
+            if key not in self._shared:
+                numbers = named_in_code(module)
+                self._shared[key] = inner_columns(
+                    module, call, self.trace, numbers, self.tp, assign
+                )
+        except WidthError as error:
+            misfits.setdefault(divisors(error.width), {})[path] = f"{rule.style}: {error}"
+        except NotStackedError as error:
+            hint = f"make it {REPLICATE.name}, with what belongs to its block"
+            self.complaints.about(rule, [path], f"{rule.style}: {error}", hint)
+        else:
+            self.stacked[path] = self._shared[key]
+            own = dict(self._shared[key].attributes)
+            self.attributes[path] = {**self.attributes.get(path, {}), **own}
 
     def _own_heads(self, trace: Trace, path: str, rule: Rule) -> tuple[tuple[Argument, int], ...]:
         asked = rule.options["head_inputs"]

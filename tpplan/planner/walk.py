@@ -65,6 +65,7 @@ class Walk:
             path for path, rule in rules.items() if named(rule.style).scatters(rule.options)
         }
         self.boundaries, self.elements, self.bare = boundaries, elements, bare
+        self.partial = frozenset[str]().union(*(region.rows for region in bare.values()))
         self.local, self.dim, self.cut, self.dropouts = local, dim, cut, dropouts
         self.flow = Flow()
         self.region: set[int] = set()
@@ -135,8 +136,18 @@ class Walk:
         """Each rank has its own columns of what the call gives."""
         self.region.update(call.outputs)
         self.whole_in_region.difference_update(call.outputs)
-        if self.is_of_stream(call):
+        if self.is_of_stream(call) and not self.in_block(call):
             self.flat.update(n for n in call.outputs if len(self.trace.shapes[n]) <= self.dim + 1)
+
+    def gives_parts(self, call: Call) -> None:
+        """What the call gives is a part of a sum, which the block around it has."""
+        self.region.update(call.outputs)
+        self.whole_in_region.difference_update(call.outputs)
+
+    def in_block(self, call: Call) -> bool:
+        """Whether a block of experts is around the call, which entered with its batch."""
+        around = self.trace.ancestors(call.parent)
+        return any(c.path in self.bare and self.bare[c.path].block for c in around)
 
     def is_of_stream(self, call: Call) -> bool:
         """Whether what a call is given came from the stream; a region beside the stack may not."""
@@ -194,7 +205,7 @@ class Walk:
     def check_rows(self, call: Call, given: int) -> None:
         """In an element, what is summed over the ranks has the rows of the stream."""
         around = self.element_of(call)
-        if around is None:
+        if around is None or call.path in self.partial:
             return
         stream = around.given_as(self.elements[around.path].argument.name)
         # with or without their batch: as the column-parallel layers were given them
@@ -243,6 +254,9 @@ class Walk:
         self.styles.get(call.path, NONE).leave(self, call)
         summed = self.bare[call.path].summed if call.path in self.bare else None
         if summed is not None:
+            if self.bare[call.path].block:  # what else leaves it is whole
+                for op in self.trace.ops[call.first_op : call.last_op]:
+                    self.region.difference_update(op.outputs)
             self.gives_sum(call, [n for n in map(call.output_at, summed.outputs) if n is not None])
         element = self.elements.get(call.path)
         given = None if element is None else call.output_at(element.output)

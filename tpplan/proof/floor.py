@@ -19,7 +19,11 @@ from tpplan.styles import named
 def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mapping[str, int]]:
     """Phase -> kind -> the least number, for one forward and backward without a loss."""
     modules = compiled.modules.values()
-    sums = [m for m in modules if named(m.style).sums or m.summed is not None]
+    sums = [
+        m
+        for m in modules
+        if (named(m.style).sums and not m.partial) or (m.summed is not None and m.summed.outputs)
+    ]
     sums = [m for m in sums if m.path in reference.called]
     rows = [m for m in sums if not named(m.style).scatters(m.options)]
     scattered = len(sums) - len(rows)

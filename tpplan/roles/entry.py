@@ -71,4 +71,6 @@ class Entry:
         if self.projections and x.dtype == torch.float32 and torch.is_autocast_enabled(device):
             # before it is sent: half the bytes, and one cast for all that read it
             dtype = torch.get_autocast_dtype(device)
-        return gather_in(x, dim, length, self.transition, dtype)
+        whole = gather_in(x, dim, length, self.transition, dtype)
+        # other code may view it, as it could what it was given before
+        return whole if self.projections else whole.contiguous()

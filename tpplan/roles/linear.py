@@ -59,6 +59,18 @@ class RowwiseScattered(Rowwise):
         return out
 
 
+class RowwisePartial(Rowwise):
+    """Y_i = X_i A_i, and b on the first rank alone: the block around it sums the parts."""
+
+    def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
+        weight, *bias = self._locals()
+        out = self._tpplan_project(input, weight)
+        first = float(self._tpplan.transition.group.rank == 0)
+        for whole in bias:
+            out = out + (whole * first).to(out.dtype)
+        return out
+
+
 class RowwiseTogether(Rowwise):
     """One of several row-parallel layers whose outputs the model only adds up.
 

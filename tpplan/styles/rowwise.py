@@ -15,7 +15,7 @@ from tpplan.language import Rule
 from tpplan.language.styles import WHOLE
 from tpplan.layout import MisfitError, Rows
 from tpplan.roles import linear
-from tpplan.roles.linear import RowwiseScattered, RowwiseTogether
+from tpplan.roles.linear import RowwisePartial, RowwiseScattered, RowwiseTogether
 from tpplan.styles.style import (
     Factor,
     Misfits,
@@ -109,13 +109,17 @@ class Rowwise(Style):
 
     def leave(self, walk: Walk, call: Call) -> None:
         """The stream, or columns of it."""
-        if call.path in walk.scattered:
+        if call.path in walk.partial:
+            walk.gives_parts(call)
+        elif call.path in walk.scattered:
             walk.gives_columns(call)
         else:
             walk.gives_sum(call, call.outputs)
 
     def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
         """By what becomes of the sum: it is whole, cut, or waits for others."""
+        if plan.partial:
+            return [RowwisePartial], None
         if self.scatters(plan.options):
             return [RowwiseScattered], None
         return [RowwiseTogether if plan.together else linear.Rowwise], None

@@ -41,6 +41,7 @@ class Style:
         vocabulary: whether each rank has a range of a vocabulary.
         rows: whether it runs on a rank's rows of the sequence-sharded stream.
         heads: whether it states how many heads there are, for what is inside of it.
+        stacked: whether it holds the experts of a mixture, of which each rank has a part.
         apart: whether it computes with the whole of what it is given, also of the stream.
         bare: the options of such a rule for a parameter; None: a parameter cannot have one.
         probed: whether what it computes is found by running it.
@@ -49,7 +50,7 @@ class Style:
     """
 
     name = ""
-    columns = sums = vocabulary = rows = heads = apart = probed = False
+    columns = sums = vocabulary = stacked = rows = heads = apart = probed = False
     bare: frozenset[str] | None = None
     inner: Mapping[str, str] = FrozenMap()
     hf: tuple[str, ...] = ()
@@ -57,7 +58,7 @@ class Style:
     @property
     def sharded(self) -> bool:
         """Whether a forward that never calls it shows too little of it."""
-        return self.columns or self.sums or self.vocabulary
+        return self.columns or self.sums or self.vocabulary or self.stacked
 
     @property
     def answers(self) -> bool:
@@ -127,7 +128,7 @@ class Style:
             fused: the one whose kernel stands for the module's own forward, if any.
         """
         own: list[type[nn.Module]] = [Lent] if plan.read else []
-        own += [Summing if plan.summed else LocalParameters] if plan.parameters else []
+        own += [Summing] if plan.summed else [LocalParameters] if plan.parameters else []
         return ([] if fused is None else [fused]) + own, None
 
     def reasons(self, plan: ModulePlan) -> tuple[str, str]:

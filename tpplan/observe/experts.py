@@ -1,0 +1,360 @@
+"""Stacked experts, run on random numbers for how their parameters belong together.
+
+A mixture keeps one tensor for all of its experts: ``(E, 2I, H)`` and ``(E, H, I)``, or transposed,
+interleaved, with biases. Which numbers of the one belong to inner column i of the other no shape
+tells. With all but some columns of the parameter that makes the output set to zero, gradients reach
+only what belongs to these columns. What is found so is then run: the parts of all ranks, from
+slices, must sum up to the whole, gradients included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tpplan.kernels.experts import of_sizes
+from tpplan.layout import Rows
+from tpplan.observe.grouped import InAnyPrecision
+from tpplan.observe.trace import Call, Numbered, Trace
+from tpplan.observe.twins import twin_of
+
+_TOLERANCE = 1e-9
+_TRIES = 24
+Assign = Callable[[nn.Module, str, int], Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """How the ranks share the inner columns of all experts.
+
+    Attributes:
+        width: how many inner columns an expert has.
+        cut: the parameters of which each rank has a part, by name.
+        added: those that are whole on every rank, and are added to the sum once.
+        attributes: numbers in the module's code that are a rank's own: (present, per rank).
+    """
+
+    width: int
+    cut: Mapping[str, Placement]
+    added: tuple[str, ...]
+    attributes: Mapping[str, tuple[int, int]]
+
+
+class NotStackedError(ValueError):
+    """The parameters of a module are not those of experts that could be shared out."""
+
+
+class WidthError(NotStackedError):
+    """The ranks do not divide the inner columns; ``width``: how many there are."""
+
+    def __init__(self, width: int, tp: int) -> None:
+        super().__init__(f"tp {tp} does not divide the {width} inner columns of its experts")
+        self.width = width
+
+
+def inner_columns(
+    module: nn.Module, call: Call, trace: Trace, numbers: Mapping[str, int], tp: int, set_to: Assign
+) -> Stacked:
+    """How ``tp`` ranks share the inner columns of a module's experts.
+
+    Args:
+        call: how the module was called.
+        numbers: the whole numbers that its code reads from its attributes, by name.
+        set_to: changes such an attribute, and gives what undoes that.
+
+    Raises:
+        NotStackedError: where they cannot; ``WidthError`` where only ``tp`` does not fit.
+    """
+    with InAnyPrecision(), torch.enable_grad():
+        runner = _Runner(module, call, trace)
+        refused: int | None = None
+        for name, dim in runner.candidates():
+            width = runner.parameters[name].shape[dim]
+            found = runner.halves(name, dim, 2 if width % tp else tp)
+            if found is None:
+                continue
+            if width % tp:
+                refused = width
+                continue
+            for chosen in _attributes(numbers, width, tp):
+                stacked = Stacked(width, *found, chosen)
+                if runner.sums_up(stacked, tp, set_to):
+                    return stacked
+    if refused is not None:
+        raise WidthError(refused, tp)
+    raise NotStackedError("no inner columns were found that each rank could have a part of")
+
+
+def _attributes(
+    numbers: Mapping[str, int], width: int, tp: int
+) -> Iterator[dict[str, tuple[int, int]]]:
+    """Which attributes may count inner columns: all that could, none, some."""
+    alike = [name for name, n in numbers.items() if n and n % width == 0 and n // width in (1, 2)]
+    sets = itertools.chain(
+        [tuple(alike)], *(itertools.combinations(alike, n) for n in range(len(alike)))
+    )
+    for names in itertools.islice(dict.fromkeys(sets), _TRIES):
+        yield {name: (numbers[name], numbers[name] // tp) for name in names}
+
+
+class OfSizes:
+    """The forward of a module of experts where only sizes are known."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A tensor like the first one that it is given."""
+        return of_sizes((args, kwargs), list(self.module.parameters()))
+
+
+class _Runner:
+    """A copy of the module in float64, and a call of it with numbers of its own."""
+
+    def __init__(self, module: nn.Module, call: Call, trace: Trace) -> None:
+        self.module = twin_of(module)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                if parameter.is_floating_point():
+                    # of a size at which nothing saturates
+                    parameter.normal_(generator=generator).div_(parameter.shape[-1] ** 0.5)
+        self.parameters = dict(self.module.named_parameters())
+        experts = max((p.shape[0] for p in self.parameters.values() if p.dim() == 3), default=0)
+        if not experts:
+            raise NotStackedError("it has no parameter (experts, rows, columns)")
+        self.given = _numbers(call, trace, experts, generator)
+        self.inputs = [
+            t
+            for t in tree_leaves(self.given)
+            if isinstance(t, torch.Tensor) and t.is_floating_point()
+        ]
+        out = self.run()
+        if out.shape != self.inputs[0].shape:
+            raise NotStackedError("what it gives has another shape than what it is given")
+        self.weights = torch.randn(out.shape, generator=generator, dtype=out.dtype)
+        self.whole = out.detach()
+        self.gradients = self.differentiated(out)
+        # experts that no token came to show nothing
+        self.hit = {
+            name: _hit(gradient) for name, gradient in self.gradients.items() if gradient.dim()
+        }
+
+    def run(self) -> torch.Tensor:
+        args, kwargs = self.given
+        try:
+            out = self.module(*args, **kwargs)
+        except Exception as error:
+            raise NotStackedError(
+                f"it cannot be run on random numbers: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(out, torch.Tensor) or not out.is_floating_point():
+            raise NotStackedError("it gives something else than one tensor")
+        return out
+
+    def differentiated(self, out: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The gradient of each parameter, and under "0", "1", ... of each input."""
+        own = dict(self.module.named_parameters())
+        named = {**own, **{str(i): x for i, x in enumerate(self.inputs)}}
+        found = torch.autograd.grad(
+            (out * self.weights).sum(), list(named.values()), allow_unused=True
+        )
+        return {
+            name: torch.zeros_like(x) if gradient is None else gradient
+            for (name, x), gradient in zip(named.items(), found, strict=True)
+        }
+
+    def candidates(self) -> Iterator[tuple[str, int]]:
+        """Parameters that may make the output, and the dimension that it may sum over."""
+        for name, parameter in self.parameters.items():
+            if parameter.dim() == 3 and self.is_affine(parameter):
+                yield from ((name, dim) for dim in (2, 1) if parameter.shape[dim] > 1)
+
+    def is_affine(self, parameter: torch.Tensor) -> bool:
+        """Whether the output is linear in a parameter, but for what is added to it."""
+        before = parameter.detach().clone()
+        outputs = [self.whole]
+        with torch.no_grad():
+            for factor in (0.0, 2.0):
+                parameter.copy_(before * factor)
+                outputs.append(self.run().detach())
+            parameter.copy_(before)
+        whole, none, twice = outputs
+        return _same(twice - whole, whole - none)
+
+    def halves(
+        self, name: str, dim: int, tp: int
+    ) -> tuple[dict[str, Placement], tuple[str, ...]] | None:
+        """What goes with each share of a dimension of a parameter; None where it is none."""
+        size = self.parameters[name].shape[dim]
+        edges = [size * rank // tp for rank in range(tp + 1)]
+        supports = [
+            self.support(name, dim, start, stop) for start, stop in itertools.pairwise(edges)
+        ]
+        cut: dict[str, Placement] = {name: Shard(dim)}
+        added = []
+        for other in self.parameters:
+            if other == name:
+                continue
+            found = [_along(support[other], self.hit[other]) for support in supports]
+            if any(f is None for f in found):
+                return None
+            along = {f[0] for f in found if f is not None}
+            if along == {None}:
+                added.append(other)
+                continue
+            rows = [f[1] for f in found if f is not None]
+            shape = self.parameters[other].shape
+            (place, *others) = along
+            if others or place is None or sorted(itertools.chain(*rows)) != [*range(shape[place])]:
+                return None
+            cut[other] = _placement(place, rows, shape[place])
+        return (cut, tuple(added)) if len(cut) > 1 else None
+
+    def support(self, name: str, dim: int, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Which numbers of the parameters matter for some inner columns."""
+        parameter = self.parameters[name]
+        before = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.zero_()
+            parameter.narrow(dim, start, stop - start).copy_(
+                before.narrow(dim, start, stop - start)
+            )
+        found = self.differentiated(self.run())
+        with torch.no_grad():
+            parameter.copy_(before)
+        return {other: gradient != 0 for other, gradient in found.items()}
+
+    def sums_up(self, stacked: Stacked, tp: int, set_to: Assign) -> bool:
+        """Whether the parts of all ranks are the whole, gradients included."""
+        outputs, gradients = torch.zeros_like(self.whole), list[dict[str, torch.Tensor]]()
+        for rank in range(tp):
+            with self.as_rank(stacked, rank, tp, set_to):
+                try:
+                    out = self.run()
+                    outputs = outputs + out.detach()
+                    gradients.append(self.differentiated(out))
+                except (NotStackedError, RuntimeError):
+                    return False
+        if not _same(outputs, self.whole):
+            return False
+        # what is added once has its gradient from the first rank
+        return all(
+            _same(
+                _together(
+                    [g[name] for g in gradients[: 1 if name in stacked.added else tp]],
+                    stacked.cut.get(name),
+                    whole,
+                ),
+                whole,
+            )
+            for name, whole in self.gradients.items()
+        )
+
+    @contextlib.contextmanager
+    def as_rank(self, stacked: Stacked, rank: int, tp: int, set_to: Assign) -> Iterator[None]:
+        undo: list[Callable[[], None]] = []
+        own = self.module._parameters
+        try:
+            for name, whole in self.parameters.items():
+                placed = stacked.cut.get(name)
+                if placed is not None:
+                    own[name] = nn.Parameter(taken(whole.detach(), placed, rank, tp))
+                elif rank:
+                    own[name] = nn.Parameter(torch.zeros_like(whole))
+            for name, (_, local) in stacked.attributes.items():
+                undo.append(set_to(self.module, name, local))
+            yield
+        finally:
+            own.update(self.parameters)
+            for put_back in reversed(undo):
+                put_back()
+
+
+def taken(whole: torch.Tensor, placed: Placement, rank: int, tp: int) -> torch.Tensor:
+    """What a rank has of a parameter; a copy."""
+    if isinstance(placed, Rows):
+        return placed.take(whole, rank)
+    assert isinstance(placed, Shard)
+    return whole.chunk(tp, placed.dim)[rank].clone()
+
+
+def _together(
+    parts: Sequence[torch.Tensor], placed: Placement | None, whole: torch.Tensor
+) -> torch.Tensor:
+    """The gradient that the ranks' own make."""
+    if placed is None:
+        return torch.stack(list(parts)).sum(0)
+    if isinstance(placed, Shard):
+        return torch.cat(list(parts), placed.dim)
+    assert isinstance(placed, Rows)
+    made = torch.zeros_like(whole)
+    for rank, part in enumerate(parts):
+        placed.put(made, part, rank)
+    return made
+
+
+def _numbers(call: Call, trace: Trace, experts: int, generator: torch.Generator) -> Any:
+    """What the module is called with: activations, weights, and choices of experts."""
+
+    def number(given: Numbered) -> torch.Tensor:
+        shape = trace.shapes[given.number]
+        if given.number in trace.floating:
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return drawn.requires_grad_()
+        if not shape or shape[-1] > experts:
+            raise NotStackedError(f"it is given whole numbers of shape {shape}, no choice of some")
+        scores = torch.rand((*shape[:-1], experts), generator=generator)
+        return scores.topk(shape[-1]).indices
+
+    return tree_map_only(Numbered, number, call.given)
+
+
+def _hit(gradient: torch.Tensor) -> torch.Tensor:
+    """For which of the first dimension there is a gradient at all."""
+    return gradient.flatten(1).ne(0).any(1) if gradient.dim() > 1 else gradient != 0
+
+
+def _along(support: torch.Tensor, hit: torch.Tensor) -> tuple[int | None, list[int]] | None:
+    """Along which dimension, and where, a gradient is there; (None, []) where it is everywhere.
+
+    None where it is no slice.
+    """
+    support = support[hit]
+    if bool(support.all()):
+        return None, []
+    for dim in range(1, support.dim()):
+        others = [d for d in range(support.dim()) if d != dim]
+        some, every = support.any(dim=others), support.all(dim=others)
+        if bool((some == every).all()):
+            return dim, some.nonzero().flatten().tolist()
+    return None
+
+
+def _placement(dim: int, rows: Sequence[Sequence[int]], size: int) -> Placement:
+    tp = len(rows)
+    each = size // tp
+    if all(list(own) == list(range(r * each, (r + 1) * each)) for r, own in enumerate(rows)):
+        return Shard(dim)
+    pieces = []
+    for own in rows:
+        starts = [i for i in own if i - 1 not in own]
+        stops = [i + 1 for i in own if i + 1 not in own]
+        pieces.append(list(zip(starts, stops, strict=True)))
+    return Rows(dim, pieces)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    scale = float(other.abs().max()) if other.numel() else 0.0
+    return bool(torch.allclose(one, other, rtol=0, atol=_TOLERANCE * max(scale, 1e-30)))
