@@ -29,7 +29,7 @@ PERMITTED: Mapping[str, str] = {
     "comm": "compat layout kernels",
     "roles": "compat kernels places compiled comm",
     "styles": "layout language compiled roles",
-    "observe": "compat layout language kernels places styles",
+    "observe": "compat layout language kernels places compiled styles",
     "planner": "compat layout language kernels places compiled roles styles observe",
     "rewrite": "compat language kernels compiled comm roles styles observe planner",
     "simulate": "compat language compiled comm roles observe planner rewrite",

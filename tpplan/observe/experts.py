@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tpplan.compiled import ThinExperts
 from tpplan.kernels.experts import of_sizes
 from tpplan.layout import Rows
 from tpplan.observe.grouped import InAnyPrecision
@@ -29,7 +30,9 @@ from tpplan.observe.trace import Call, Numbered, Trace
 from tpplan.observe.twins import twin_of
 
 _TOLERANCE = 1e-9
-_TRIES = 24
+_TRIES = 64
+_SMALL = 2**20
+_HIDDEN, _HIT = (8, 6, 10), 4
 Assign = Callable[[nn.Module, str, int], Callable[[], None]]
 
 
@@ -42,12 +45,14 @@ class Stacked:
         cut: the parameters of which each rank has a part, by name.
         added: those that are whole on every rank, and are added to the sum once.
         attributes: numbers in the module's code that are a rank's own: (present, per rank).
+        thin: the same of thin experts, where these are too large to be run.
     """
 
     width: int
     cut: Mapping[str, Placement]
     added: tuple[str, ...]
     attributes: Mapping[str, tuple[int, int]]
+    thin: ThinExperts | None = None
 
 
 class NotStackedError(ValueError):
@@ -76,20 +81,35 @@ def inner_columns(
         NotStackedError: where they cannot; ``WidthError`` where only ``tp`` does not fit.
     """
     with InAnyPrecision(), torch.enable_grad():
-        runner = _Runner(module, call, trace)
-        refused: int | None = None
-        for name, dim in runner.candidates():
-            width = runner.parameters[name].shape[dim]
-            found = runner.halves(name, dim, 2 if width % tp else tp)
-            if found is None:
-                continue
-            if width % tp:
-                refused = width
-                continue
-            for chosen in _attributes(numbers, width, tp):
-                stacked = Stacked(width, *found, chosen)
-                if runner.sums_up(stacked, tp, set_to):
-                    return stacked
+        if sum(p.numel() for p in module.parameters()) <= _SMALL:
+            return _shared(_Runner(module, call, trace), numbers, tp, set_to)
+        failure: NotStackedError | None = None
+        for thin in itertools.islice(thinned(module, call, trace, numbers, tp), _TRIES):
+            try:
+                runner = _Runner(module, call, trace, thin, set_to)
+                found = _shared(runner, {**numbers, **thin.numbers}, tp, set_to)
+                return thin.grown(found, module, numbers, tp)
+            except WidthError:
+                raise
+            except NotStackedError as error:
+                failure = failure or error
+        raise failure or NotStackedError("its parameters are not of its input's width")
+
+
+def _shared(runner: _Runner, numbers: Mapping[str, int], tp: int, set_to: Assign) -> Stacked:
+    refused: int | None = None
+    for name, dim in runner.candidates():
+        width = runner.parameters[name].shape[dim]
+        found = runner.halves(name, dim, 2 if width % tp else tp)
+        if found is None:
+            continue
+        if width % tp:
+            refused = width
+            continue
+        for chosen in _attributes(numbers, width, tp):
+            stacked = Stacked(width, *found, chosen)
+            if runner.sums_up(stacked, tp, set_to):
+                return stacked
     if refused is not None:
         raise WidthError(refused, tp)
     raise NotStackedError("no inner columns were found that each rank could have a part of")
@@ -119,11 +139,114 @@ class OfSizes:
         return of_sizes((args, kwargs), list(self.module.parameters()))
 
 
+@dataclass(frozen=True)
+class Thin:
+    """What might be the sizes of thin experts.
+
+    Attributes:
+        width, hidden: of what they are given: in the model, and of the thin ones.
+        columns, inner: how many inner columns there are: in the model, and in the thin ones.
+        shapes: of the parameters; numbers: of the attributes in the module's code that are sizes.
+    """
+
+    width: int
+    hidden: int
+    columns: int
+    inner: int
+    shapes: Mapping[str, tuple[int, ...]]
+    numbers: Mapping[str, int]
+
+    def grown(
+        self, found: Stacked, module: nn.Module, numbers: Mapping[str, int], tp: int
+    ) -> Stacked:
+        """What was found of the thin experts, as it is of the model's."""
+        if found.width != self.inner:
+            raise NotStackedError("its inner columns are not where its shapes show them")
+        if self.columns % tp:
+            raise WidthError(self.columns, tp)
+        cut: dict[str, Placement] = {}
+        for name, placed in found.cut.items():
+            if isinstance(placed, Rows):
+                size = module.get_parameter(name).shape[placed.dim]
+                units = self.shapes[name][placed.dim]
+                cut[name] = Rows(
+                    placed.dim,
+                    [
+                        [(start * size // units, stop * size // units) for start, stop in own]
+                        for own in placed.pieces
+                    ],
+                )
+            else:
+                cut[name] = placed
+        own = {name: (numbers[name], numbers[name] // tp) for name in found.attributes}
+        thin = {**{name: (n, n) for name, n in self.numbers.items()}, **found.attributes}
+        return Stacked(
+            self.columns,
+            cut,
+            found.added,
+            own,
+            ThinExperts(self.hidden, self.shapes, found.cut, thin),
+        )
+
+
+def thinned(
+    module: nn.Module, call: Call, trace: Trace, numbers: Mapping[str, int], tp: int
+) -> Iterator[Thin]:
+    """How large experts could be made thin: by their shapes, of which several may be right."""
+    given = next((n for n in tree_leaves(call.given) if isinstance(n, Numbered)), None)
+    if given is None or given.number not in trace.floating:
+        raise NotStackedError("it is not given activations first")
+    width = trace.shapes[given.number][-1]
+    parameters = dict(module.named_parameters())
+    others = [
+        {int(n) for n in p.shape[1:]} - {width} or {width}
+        for p in parameters.values()
+        if p.dim() == 3
+    ]
+    columns = min((min(sizes) for sizes in others), default=0)
+    if not columns:
+        return
+    inner = 2 * tp
+    hidden = next(n for n in _HIDDEN if n not in (inner, 2 * inner))  # told from these
+
+    def sizes(n: int) -> list[int]:
+        """What a size may become."""
+        found = [n // columns * inner] if n % columns == 0 and n // columns <= 2 else []
+        return [*([hidden] if n == width else []), *found]
+
+    options: list[list[tuple[str, Any]]] = []
+    for name, parameter in parameters.items():
+        if parameter.dim() not in (2, 3):
+            return
+        each = [sizes(int(n)) for n in parameter.shape[1:]]
+        rest = [c for c in itertools.product(*each) if len(c) == 1 or hidden in c]
+        rest = [c for c in rest if len(c) == 1 or any(n != hidden for n in c)]
+        options.append([(name, (int(parameter.shape[0]), *c)) for c in rest])
+    shapes = len(options)
+    for name, n in numbers.items():
+        options.append([(name, small) for small in sizes(n)] or [(name, n)])
+    for chosen in itertools.product(*options):
+        own = {name: n for name, n in chosen[shapes:] if n != numbers[name]}
+        yield Thin(width, hidden, columns, inner, dict(chosen[:shapes]), own)
+
+
 class _Runner:
     """A copy of the module in float64, and a call of it with numbers of its own."""
 
-    def __init__(self, module: nn.Module, call: Call, trace: Trace) -> None:
-        self.module = twin_of(module)
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Call,
+        trace: Trace,
+        thin: Thin | None = None,
+        set_to: Assign | None = None,
+    ) -> None:
+        names = {id(p): name for name, p in module.named_parameters()}
+        shapes = {} if thin is None else thin.shapes
+        self.module = twin_of(module, shape_of=lambda p: shapes.get(names[id(p)], tuple(p.shape)))
+        if thin is not None and set_to is not None:
+            for name, value in thin.numbers.items():
+                set_to(self.module, name, value)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in self.module.parameters():
@@ -134,7 +257,8 @@ class _Runner:
         experts = max((p.shape[0] for p in self.parameters.values() if p.dim() == 3), default=0)
         if not experts:
             raise NotStackedError("it has no parameter (experts, rows, columns)")
-        self.given = _numbers(call, trace, experts, generator)
+        widths = {} if thin is None else {thin.width: thin.hidden}
+        self.given = _numbers(call, trace, experts, generator, widths)
         self.inputs = [
             t
             for t in tree_leaves(self.given)
@@ -305,17 +429,30 @@ def _together(
     return made
 
 
-def _numbers(call: Call, trace: Trace, experts: int, generator: torch.Generator) -> Any:
-    """What the module is called with: activations, weights, and choices of experts."""
+def _numbers(
+    call: Call,
+    trace: Trace,
+    experts: int,
+    generator: torch.Generator,
+    widths: Mapping[int, int],
+) -> Any:
+    """What the module is called with: activations, weights, and choices of experts.
+
+    Args:
+        widths: of activations -> how wide they are here.
+    """
 
     def number(given: Numbered) -> torch.Tensor:
         shape = trace.shapes[given.number]
         if given.number in trace.floating:
+            if len(shape) > 1 and shape[-1] in widths:
+                shape = (*shape[:-1], widths[shape[-1]])
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
             return drawn.requires_grad_()
         if not shape or shape[-1] > experts:
             raise NotStackedError(f"it is given whole numbers of shape {shape}, no choice of some")
-        scores = torch.rand((*shape[:-1], experts), generator=generator)
+        few = min(experts, max(shape[-1], _HIT))
+        scores = torch.rand((*shape[:-1], few), generator=generator)
         return scores.topk(shape[-1]).indices
 
     return tree_map_only(Numbered, number, call.given)

@@ -111,7 +111,8 @@ class _Compiler(Outcome):
         """Run the model's shadow, infer what the plan leaves open, check what it says."""
         calls = calls_for(self.model, inputs)
         if self.of("stacked"):
-            calls += tuple(routed(self.model, calls[0]))
+            first = routed(self.model, calls[0]) or calls[:1]
+            calls = (*first, *calls[1:])
         drawing = self.observe(calls)
         heads = {
             path

@@ -9,7 +9,7 @@ the large one would be. Of equal elements of the stack two and the last are run.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tpplan.compiled import CompiledPlan, Element, ModulePlan
+from tpplan.compat import unmoded
+from tpplan.compiled import CompiledPlan, Element, ModulePlan, ParameterPlan, ThinExperts
 from tpplan.language import FrozenMap
 from tpplan.layout import Rows
 from tpplan.observe.likeness import identity
 from tpplan.observe.twins import buffer_like, held_by
 from tpplan.places import taken, with_at
+from tpplan.planner.attributes import assign
 from tpplan.styles import named
 
 _LARGE = 2**16
@@ -90,6 +93,28 @@ class _Kept:
         self.last[:] = [out]
 
 
+class Narrow:
+    """Around experts that are thin: what they take and give is multiplied by fixed factors."""
+
+    def __init__(self, hidden: int, generator: torch.Generator) -> None:
+        self.hidden, self.seed = hidden, int(torch.randint(2**31, (), generator=generator))
+
+    def __call__(self, forward: Callable[..., torch.Tensor], given: Any) -> torch.Tensor:
+        """``forward`` of arguments of which the first tensor is (..., width); as wide."""
+        leaves, structure = tree_flatten(given)
+        first = next(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor))
+        width = leaves[first].shape[-1]
+        generator = torch.Generator().manual_seed(self.seed)
+        with unmoded():  # nothing is random to `exact`
+            before, after = (
+                torch.randn(*size, generator=generator, dtype=torch.float64) / size[0] ** 0.5
+                for size in ((width, self.hidden), (self.hidden, width))
+            )
+        leaves[first] = leaves[first] @ before
+        args, kwargs = tree_unflatten(leaves, structure)
+        return forward(*args, **kwargs) @ after
+
+
 class TooLargeError(ValueError):
     """The model holds tensors that no factor can stand for."""
 
@@ -107,6 +132,7 @@ def miniature(
         TooLargeError: where it would not fit.
     """
     generator = torch.Generator().manual_seed(0)
+    experts = {p: plan.thin for p, plan in compiled.modules.items() if plan.thin and thin}
     skipped, lasts = _skipped(model, compiled) if skip else ({}, {})
     memo: dict[int, Any] = {}
     for path, last in skipped.items():
@@ -121,6 +147,10 @@ def miniature(
     }
     narrow = _thin(modules, compiled) if thin else {}
     budget = _MOST
+    for path, few in experts.items():
+        for leaf, shape in few.shapes.items() if path in modules else ():
+            value = modules[path].get_parameter(leaf)
+            memo[id(value)] = _twin(value, None, generator, shape)
     for value in (value for module in modules.values() for value in held_by(module)):
         if id(value) not in memo:
             dim = narrow.get(id(value)) if isinstance(value, nn.Parameter) else None
@@ -133,15 +163,47 @@ def miniature(
         _factor(
             module, twin_model.get_submodule(path), compiled.modules.get(path), narrow, generator
         )
+    for path, few in experts.items():
+        if path in modules:
+            _narrow(twin_model.get_submodule(path), compiled, few, generator)
     for path, last in lasts.items():
         twin_model.get_submodule(path).register_forward_hook(_Kept(last))
     plans = {
-        path: replace(plan, kernel=None)
+        path: replace(plan, kernel=None, attributes=experts[path].attributes)
+        if path in experts
+        else replace(plan, kernel=None)
         for path, plan in compiled.modules.items()
         if path in modules
     }
     kernels = dict.fromkeys(compiled.kernels, "torch")
-    return twin_model, replace(compiled, modules=FrozenMap(plans), kernels=FrozenMap(kernels))
+    parameters = {**compiled.parameters, **_thin_parameters(compiled, experts)}
+    return twin_model, replace(
+        compiled,
+        modules=FrozenMap(plans),
+        parameters=FrozenMap(parameters),
+        kernels=FrozenMap(kernels),
+    )
+
+
+def _thin_parameters(
+    compiled: CompiledPlan, experts: Mapping[str, ThinExperts]
+) -> dict[str, ParameterPlan]:
+    found = {}
+    for path, few in experts.items():
+        for leaf, shape in few.shapes.items():
+            entry = compiled.parameter(f"{path}.{leaf}")
+            placed = few.cut.get(leaf, entry.placement)
+            found[entry.name] = replace(entry, shape=shape, local_shape=shape, placement=placed)
+    return found
+
+
+def _narrow(
+    twin: nn.Module, compiled: CompiledPlan, few: ThinExperts, generator: torch.Generator
+) -> None:
+    """Have thin experts take and give what is as wide as the stream, by fixed factors."""
+    for name, (whole, _) in few.attributes.items():
+        assign(twin, name, whole)
+    vars(twin)["_tpplan_narrow"] = Narrow(few.hidden, generator)
 
 
 def _skipped(
@@ -224,11 +286,16 @@ def _factor(
     vars(twin)["_tpplan_project"] = Thin(factor, before, transposed)
 
 
-def _twin(value: torch.Tensor, dim: int | None, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of the same kind with numbers of its own, thin along ``dim``."""
+def _twin(
+    value: torch.Tensor,
+    dim: int | None,
+    generator: torch.Generator,
+    shaped: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """A tensor of the same kind with numbers of its own, thin along ``dim``, or ``shaped`` so."""
     if not isinstance(value, nn.Parameter):
         return _copied(value, generator)
-    shape = list(value.shape)
+    shape = list(value.shape if shaped is None else shaped)
     if dim is not None:
         shape[dim] = _RANK
     if not (value.is_floating_point() or value.is_complex()):
@@ -259,6 +326,9 @@ def unsharded(model: nn.Module) -> nn.Module:
     for module in twin.modules():
         if isinstance(vars(module).get("_tpplan_project"), Thin):
             module.__class__ = type(type(module).__name__, (_Product, type(module)), {})
+        elif "_tpplan_narrow" in vars(module):
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (_Narrowed, kind), {})
         elif "_tpplan_widen" in vars(module):
             own = () if type(module) is nn.Embedding else (type(module),)
             module.__class__ = type(type(module).__name__, (*own, _Table), {})
@@ -273,6 +343,13 @@ class _Product(nn.Module):
         weight = self._parameters["weight"]
         assert weight is not None
         return self._tpplan_project(input, weight, self._parameters.get("bias"))
+
+
+class _Narrowed(nn.Module):
+    _tpplan_narrow: Narrow
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._tpplan_narrow(super().forward, (args, kwargs))
 
 
 class _Table(nn.Embedding):
