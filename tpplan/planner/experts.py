@@ -60,7 +60,7 @@ def escapes(
             for n in op.outputs
             if n in trace.floating
         }
-        made -= {n for p in region.summed.outputs if (n := block.output_at(p)) is not None}
+        made -= {block.output_at(place) for place in region.summed.outputs}
         around = list(trace.ancestors(block.index))
         given = {n for c in around for n in c.outputs}
         for number in sorted(made):

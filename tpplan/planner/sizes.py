@@ -10,9 +10,10 @@ from torch import nn
 
 from tpplan.language import Rule
 from tpplan.layout import MisfitError, Rows
-from tpplan.observe.experts import NotStackedError, Stacked, WidthError, inner_columns
+from tpplan.observe.experts import inner_columns
 from tpplan.observe.likeness import identity
 from tpplan.observe.products import Products
+from tpplan.observe.thin_experts import NotStackedError, Stacked, WidthError
 from tpplan.observe.trace import Trace
 from tpplan.places import Argument
 from tpplan.planner import infer

@@ -9,7 +9,7 @@ the large one would be. Of equal elements of the stack two and the last are run.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.placement_types import Placement, Shard
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tpplan.compat import unmoded
-from tpplan.compiled import CompiledPlan, Element, ModulePlan, ParameterPlan, ThinExperts
+from tpplan.compiled import CompiledPlan, Element, ModulePlan
 from tpplan.language import FrozenMap
 from tpplan.layout import Rows
 from tpplan.observe.likeness import identity
 from tpplan.observe.twins import buffer_like, held_by
 from tpplan.places import taken, with_at
-from tpplan.planner.attributes import assign
+from tpplan.proof.thin_experts import Narrow, narrow_down, thin_experts, with_thin
 from tpplan.styles import named
 
 _LARGE = 2**16
@@ -93,28 +91,6 @@ class _Kept:
         self.last[:] = [out]
 
 
-class Narrow:
-    """Around experts that are thin: what they take and give is multiplied by fixed factors."""
-
-    def __init__(self, hidden: int, generator: torch.Generator) -> None:
-        self.hidden, self.seed = hidden, int(torch.randint(2**31, (), generator=generator))
-
-    def __call__(self, forward: Callable[..., torch.Tensor], given: Any) -> torch.Tensor:
-        """``forward`` of arguments of which the first tensor is (..., width); as wide."""
-        leaves, structure = tree_flatten(given)
-        first = next(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor))
-        width = leaves[first].shape[-1]
-        generator = torch.Generator().manual_seed(self.seed)
-        with unmoded():  # nothing is random to `exact`
-            before, after = (
-                torch.randn(*size, generator=generator, dtype=torch.float64) / size[0] ** 0.5
-                for size in ((width, self.hidden), (self.hidden, width))
-            )
-        leaves[first] = leaves[first] @ before
-        args, kwargs = tree_unflatten(leaves, structure)
-        return forward(*args, **kwargs) @ after
-
-
 class TooLargeError(ValueError):
     """The model holds tensors that no factor can stand for."""
 
@@ -132,7 +108,6 @@ def miniature(
         TooLargeError: where it would not fit.
     """
     generator = torch.Generator().manual_seed(0)
-    experts = {p: plan.thin for p, plan in compiled.modules.items() if plan.thin and thin}
     skipped, lasts = _skipped(model, compiled) if skip else ({}, {})
     memo: dict[int, Any] = {}
     for path, last in skipped.items():
@@ -147,8 +122,9 @@ def miniature(
     }
     narrow = _thin(modules, compiled) if thin else {}
     budget = _MOST
+    experts = thin_experts(modules, compiled) if thin else {}
     for path, few in experts.items():
-        for leaf, shape in few.shapes.items() if path in modules else ():
+        for leaf, shape in few.shapes.items():
             value = modules[path].get_parameter(leaf)
             memo[id(value)] = _twin(value, None, generator, shape)
     for value in (value for module in modules.values() for value in held_by(module)):
@@ -164,46 +140,13 @@ def miniature(
             module, twin_model.get_submodule(path), compiled.modules.get(path), narrow, generator
         )
     for path, few in experts.items():
-        if path in modules:
-            _narrow(twin_model.get_submodule(path), compiled, few, generator)
+        narrow_down(twin_model.get_submodule(path), few, generator)
     for path, last in lasts.items():
         twin_model.get_submodule(path).register_forward_hook(_Kept(last))
-    plans = {
-        path: replace(plan, kernel=None, attributes=experts[path].attributes)
-        if path in experts
-        else replace(plan, kernel=None)
-        for path, plan in compiled.modules.items()
-        if path in modules
-    }
+    plans = {p: replace(q, kernel=None) for p, q in compiled.modules.items() if p in modules}
     kernels = dict.fromkeys(compiled.kernels, "torch")
-    parameters = {**compiled.parameters, **_thin_parameters(compiled, experts)}
-    return twin_model, replace(
-        compiled,
-        modules=FrozenMap(plans),
-        parameters=FrozenMap(parameters),
-        kernels=FrozenMap(kernels),
-    )
-
-
-def _thin_parameters(
-    compiled: CompiledPlan, experts: Mapping[str, ThinExperts]
-) -> dict[str, ParameterPlan]:
-    found = {}
-    for path, few in experts.items():
-        for leaf, shape in few.shapes.items():
-            entry = compiled.parameter(f"{path}.{leaf}")
-            placed = few.cut.get(leaf, entry.placement)
-            found[entry.name] = replace(entry, shape=shape, local_shape=shape, placement=placed)
-    return found
-
-
-def _narrow(
-    twin: nn.Module, compiled: CompiledPlan, few: ThinExperts, generator: torch.Generator
-) -> None:
-    """Have thin experts take and give what is as wide as the stream, by fixed factors."""
-    for name, (whole, _) in few.attributes.items():
-        assign(twin, name, whole)
-    vars(twin)["_tpplan_narrow"] = Narrow(few.hidden, generator)
+    small = replace(compiled, modules=FrozenMap(plans), kernels=FrozenMap(kernels))
+    return twin_model, with_thin(small, experts)
 
 
 def _skipped(
