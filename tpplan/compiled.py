@@ -161,6 +161,8 @@ class ModulePlan:
         heads: how many there are on all ranks.
         partial: whether it is row-parallel and the module around it reduces what it gives.
         detour: of a replicated module that runs on the whole sequence.
+        escaping: where, in what it gives, is what a block of experts has besides its sum: whole on
+            every rank, each of which sends the same gradient back into the block.
         summed: of a module that multiplies by its own cut parameters.
         container: whether the stream passes through it in its global form.
         draws: what it draws random numbers for in training (dropout), None where it draws none.
@@ -189,6 +191,7 @@ class ModulePlan:
     heads: int = 0
     partial: bool = False
     detour: Detour | None = None
+    escaping: tuple[Place, ...] = ()
     summed: Summed | None = None
     container: bool = False
     draws: DrawnFor | None = None

@@ -4,6 +4,7 @@ from tpplan.comm.collectives import Group, Observer, Site, chunk
 from tpplan.comm.conjugates import (
     Transition,
     copy_in,
+    divide_gradient,
     gather_in,
     join,
     reduce_out,
@@ -23,6 +24,7 @@ __all__ = [
     "Transition",
     "chunk",
     "copy_in",
+    "divide_gradient",
     "gather_in",
     "join",
     "localize",

@@ -95,6 +95,22 @@ def join(x: torch.Tensor, dim: int, length: int, transition: Transition) -> torc
     return _Join.apply(x, dim, length, transition)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def divide_gradient(x: torch.Tensor, by: int) -> torch.Tensor:
+    """``x``; its gradient, which ``by`` ranks have alike and will add up, is divided among them."""
+    return _DivideGradient.apply(x, by)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _DivideGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: int) -> torch.Tensor:
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return grad / ctx.by, None
+
+
 class _CopyIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, transition: Transition) -> torch.Tensor:

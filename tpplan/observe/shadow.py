@@ -17,6 +17,7 @@ from tpplan.observe.twins import held_by, twin_of, without_hooks
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 BATCH, LENGTH = 2, 8
+_ROUTED = "output_router_logits"
 _SHORT, _COMPUTED = 64, 2**28
 
 
@@ -117,6 +118,18 @@ def padded(model: nn.Module, call: Call) -> list[Call]:
     mask = torch.ones_like(ids)
     mask[:1, :1] = 0
     return [(args, {**kwargs, "attention_mask": mask})]
+
+
+def routed(model: nn.Module, call: Call) -> list[Call]:
+    """The call that also asks for what routers gave, where the model takes one and has not.
+
+    Losses that balance experts are computed of it, outside of the layers.
+    """
+    args, kwargs = call
+    accepted = inspect.signature(model.forward).parameters
+    if _ROUTED not in accepted or kwargs.get(_ROUTED) is not None:
+        return []
+    return [(args, {**kwargs, _ROUTED: True})]
 
 
 def shortened(call: Call) -> Call:

@@ -15,7 +15,7 @@ from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.experts import OfSizes
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.probe import probe_modules
-from tpplan.observe.shadow import Call, calls_for, computing_shadow_of, shadow_of
+from tpplan.observe.shadow import Call, calls_for, computing_shadow_of, routed, shadow_of
 from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.twins import DROPOUT, same_randomness
@@ -23,7 +23,7 @@ from tpplan.planner import checks, infer, stacks
 from tpplan.planner.bare import bare_regions
 from tpplan.planner.causes import Causes, led
 from tpplan.planner.complaints import Complaints
-from tpplan.planner.experts import blocks
+from tpplan.planner.experts import blocks, escapes
 from tpplan.planner.kernels import implementations
 from tpplan.planner.match import match
 from tpplan.planner.outcome import Outcome
@@ -110,6 +110,8 @@ class _Compiler(Outcome):
     def examine(self, inputs: Any) -> None:
         """Run the model's shadow, infer what the plan leaves open, check what it says."""
         calls = calls_for(self.model, inputs)
+        if self.of("stacked"):
+            calls += tuple(routed(self.model, calls[0]))
         drawing = self.observe(calls)
         heads = {
             path
@@ -168,6 +170,10 @@ class _Compiler(Outcome):
             self.plan.sequence_dim,
             cut.keys() | self.shared_experts(),
         )
+        self.escaping, lost = escapes(self.trace, self.bare)
+        if lost:
+            message = "code outside of it uses what is made inside of it, but is not given that"
+            self.complaints.about(None, lost, message, "let the module return it")
         self.flow = Walk(self.trace, *findings, self.bare).run()
         self.draws = Walk(drawing, *findings, drawn, _dropouts(self.model)).run().draws
         self.boundaries = {

@@ -8,10 +8,11 @@ with parts; the replay of the regions runs it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 from tpplan.compiled import Summed
 from tpplan.observe.trace import Call, Trace
+from tpplan.places import Place
 from tpplan.planner.bare import BareRegion
 from tpplan.styles import NONE, Style
 
@@ -33,6 +34,51 @@ def blocks(
         if region is not None:
             found[block.path] = region
     return found
+
+
+def escapes(
+    trace: Trace, regions: Mapping[str, BareRegion]
+) -> tuple[dict[str, tuple[Place, ...]], list[str]]:
+    """What leaves blocks besides their sum (what their routers gave): by the module that gives it.
+
+    That is the innermost around the block, or itself, that gives it. Also the blocks of which
+    something is used outside that no module gives.
+    """
+    found: dict[str, dict[Place, None]] = {}
+    lost: list[str] = []
+    for block in trace.calls:
+        region = regions.get(block.path)
+        if region is None or not region.block or region.summed is None:
+            continue
+        made = {
+            n
+            for op in trace.ops[block.first_op : block.last_op]
+            for n in op.outputs
+            if n in trace.floating
+        }
+        made -= {n for p in region.summed.outputs if (n := block.output_at(p)) is not None}
+        around = list(trace.ancestors(block.index))
+        for number in sorted(made & _used_outside(trace, block)):
+            giving = next((c for c in around if number in c.outputs), None)
+            inside = giving is None or _uses(trace, number, block.last_op, giving.last_op)
+            places = () if giving is None else zip(giving.outputs, giving.places, strict=True)
+            at = [place for n, place in places if n == number]
+            if giving is None or inside or None in at:
+                lost.append(block.path)
+                continue
+            found.setdefault(giving.path, {}).update(dict.fromkeys(p for p in at if p is not None))
+    return {path: tuple(places) for path, places in found.items()}, list(dict.fromkeys(lost))
+
+
+def _used_outside(trace: Trace, block: Call) -> set[int]:
+    """The tensors that ops after a call use, or that calls around it give."""
+    later = (n for op in trace.ops[block.last_op :] for n in op.inputs)
+    given: Iterable[int] = (n for c in trace.ancestors(block.index) for n in c.outputs)
+    return {*later, *given}
+
+
+def _uses(trace: Trace, number: int, start: int, stop: int) -> bool:
+    return any(number in op.inputs for op in trace.ops[start:stop])
 
 
 def _region(trace: Trace, block: Call, styles: Mapping[str, Style]) -> BareRegion | None:

@@ -23,7 +23,7 @@ from tpplan.layout import Rows
 from tpplan.observe.fused import Findings
 from tpplan.observe.probe import Finding
 from tpplan.observe.trace import Trace
-from tpplan.places import Argument
+from tpplan.places import Argument, Place
 from tpplan.planner import infer
 from tpplan.planner.bare import BareRegion
 from tpplan.planner.complaints import Complaints
@@ -42,6 +42,7 @@ class Outcome:
         multihead: the modules that are regions by themselves.
         draws: module path -> what its random numbers are for.
         bare: the modules that compute with cut parameters of their own.
+        escaping: where, in what modules give, is what a block of experts has besides its sum.
         unreached: layers with a style that no call came to.
         read: the parameters that code of other modules reads.
     """
@@ -60,6 +61,7 @@ class Outcome:
     trace: Trace
     flow: Flow
     bare: Mapping[str, BareRegion]
+    escaping: Mapping[str, tuple[Place, ...]]
     unreached: frozenset[str]
     boundaries: Mapping[str, tuple[Boundary, ...]]
     elements: Mapping[str, Element]
@@ -179,6 +181,7 @@ class Outcome:
                 heads=self.heads_of(path),
                 summed=self.summed_in(path),
                 partial=path in self.partial,
+                escaping=self.escaping.get(path, ()),
                 detour=self.flow.detours.get(path) if self.sequence_parallel else None,
                 container=path in containers,
                 draws=self.drawn(path),

@@ -17,6 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tpplan.observe.grouped import GROUPED
+
 _WIDER = {
     torch.float32: torch.float64,
     torch.float16: torch.float64,
@@ -117,6 +119,7 @@ class _Exact(TorchFunctionMode):
                 kwargs = {**kwargs, "dtype": torch.float64}
         elif kwargs.get("dtype") in _WIDER:
             kwargs = {**kwargs, "dtype": _WIDER[kwargs["dtype"]]}
+        func = GROUPED.get(func, func)
         out = _DRAWS.get(func, func)(*args, **kwargs)
         return _widened(out) if isinstance(out, torch.Tensor) else out
 

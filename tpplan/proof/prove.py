@@ -24,7 +24,7 @@ from tpplan.compat import quiet, simulate, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.shadow import Call, calls_for, shortened
+from tpplan.observe.shadow import Call, calls_for, routed, shortened
 from tpplan.observe.twins import same_randomness
 from tpplan.planner.match import fold
 from tpplan.planner.stops import place_of, stopped_at
@@ -42,6 +42,7 @@ from tpplan.proof.locate import Divergence, compare, rule_near, watched
 from tpplan.proof.miniature import miniature, unsharded
 from tpplan.proof.step import Result, Scene, step, worst
 from tpplan.rewrite import apply
+from tpplan.styles import named
 from tpplan.styles.replicate import REPLICATE
 
 _LOUD = 30.0
@@ -171,8 +172,15 @@ def _played(
         if fuller is not call:
             given = ", ".join(name for name in fuller[1] if name not in call[1])
             plays(Scene(f"given {given}", fuller, optional=True))
+        for asking in routed(model, call) if shares_experts(compiled) else ():
+            plays(Scene("given what its routers gave", asking, True, optional=fixed))
         plays(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
     return scenes, results
+
+
+def shares_experts(compiled: CompiledPlan) -> bool:
+    """Whether the model has experts of which each rank has a part."""
+    return any(named(plan.style).stacked for plan in compiled.modules.values())
 
 
 def _accepts(model: nn.Module, call: Call) -> bool:

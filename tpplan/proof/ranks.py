@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from tpplan.compat import local_of
 from tpplan.compiled import CompiledPlan
+from tpplan.observe.grouped import InAnyPrecision
 from tpplan.observe.shadow import Call
 from tpplan.proof.step import outputs_of
 from tpplan.rewrite import apply
@@ -62,7 +63,8 @@ def differentiate(
 def results(model: nn.Module, call: Call) -> list[torch.Tensor]:
     """The floating tensors of the model's output that depend on its parameters."""
     args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, call)
-    leaves = outputs_of(model(*args, **kwargs)).values()
+    with InAnyPrecision():
+        leaves = outputs_of(model(*args, **kwargs)).values()
     return [t for t in leaves if t.requires_grad]
 
 

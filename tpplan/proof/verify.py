@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from tpplan.compat import simulate
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
-from tpplan.observe.shadow import Call, calls_for, not_copied
+from tpplan.observe.shadow import Call, calls_for, not_copied, routed
 from tpplan.planner import compile_plan
 from tpplan.proof.calls import random_ids
 from tpplan.proof.floor import floor_of
@@ -30,6 +30,7 @@ from tpplan.proof.processes import run_processes
 from tpplan.proof.ranks import Outcome, Reference, differentiate, run_rank
 from tpplan.proof.rounding import own_rounding
 from tpplan.simulate.steps import PHASES
+from tpplan.styles import named
 
 BATCH, LENGTH = 2, 13  # a length that no tp divides
 _EXACT = 1e-4
@@ -154,7 +155,8 @@ def verify(
     if any(p.is_meta for p in made.parameters()):
         message = "verify computes: it needs a model with real weights, not one on the meta device"
         raise PlanError([Diagnostic(message)])
-    references = references_of(made, inputs, seed)
+    mixture = any(named(rule.style).stacked for rule in plan.rules)
+    references = references_of(made, inputs, seed, mixture)
     modes = [False, True] if sequence_parallel is None else [sequence_parallel]
     if sequence_parallel is None and not plan.sequence_parallel:
         modes = [False]
@@ -167,9 +169,17 @@ def verify(
     return Verification(type(made).__name__, plan.name, tp, checks, note, tolerance)
 
 
-def references_of(model: nn.Module, inputs: Any, seed: int) -> list[Reference]:
-    """The unsharded model with its results: outputs, gradients, and the call that gave them."""
+def references_of(
+    model: nn.Module, inputs: Any, seed: int, mixture: bool = False
+) -> list[Reference]:
+    """The unsharded model with its results: outputs, gradients, and the call that gave them.
+
+    Args:
+        mixture: whether to ask for what routers gave, too.
+    """
     calls = calls_for(model, inputs, BATCH, LENGTH)
+    if mixture:
+        calls = tuple((routed(model, call) or [call])[0] for call in calls)
     return [_reference(model, call, inputs is None, seed) for call in calls]
 
 

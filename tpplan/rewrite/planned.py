@@ -18,6 +18,7 @@ from tpplan.planner.attributes import assign
 from tpplan.planner.match import folded
 from tpplan.roles.draws import Draws
 from tpplan.roles.entry import Entry
+from tpplan.roles.experts import Escaping
 from tpplan.roles.fused import ROLES, Around, Swapped, common, partner_of
 from tpplan.roles.heads import HeadInputs, keep_own
 from tpplan.roles.lowered import Lowered, State, lower
@@ -165,6 +166,7 @@ def roles_of(
         InStack: plan.element is not None,
         HeadInputs: plan.head_inputs,
         Entering: plan.boundaries,
+        Escaping: plan.escaping,
     }
     if plan.unreached:
         return [Unreached], None

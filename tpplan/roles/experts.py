@@ -4,9 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tpplan import compat
+from tpplan.comm import divide_gradient
 from tpplan.kernels import experts
+from tpplan.places import Place, at, with_at
+from tpplan.roles.lowered import Lowered
 from tpplan.roles.summing import Summing
+
+
+class Escaping(Lowered):
+    """Gives out what is made in a block of experts and whole on every rank.
+
+    Gradients in a block are parts, added up over the ranks; of this each rank sends the same.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        made, state = super().forward(*args, **kwargs), self._tpplan
+        for place in state.plan.escaping:
+            found = given_at(made, place)
+            if found is not None:
+                made = with_at(made, place, divide_gradient(found, state.transition.group.size))
+        return made
+
+
+def given_at(made: Any, place: Place) -> torch.Tensor | None:
+    """What is at a place of what a module gives; None where this call was not asked for it."""
+    try:
+        found = at(made, place)
+    except (KeyError, IndexError, AttributeError, TypeError):
+        return None
+    return found if isinstance(found, torch.Tensor) else None
 
 
 class Experts(Summing):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpplan.places import at, with_at
+from tpplan.places import at, taken, with_at
 from tpplan.roles.linear import reduced
 from tpplan.roles.lowered import LocalParameters
 
@@ -26,8 +26,17 @@ class Summing(LocalParameters):
             return made
         assert state.plan.summed is not None
         for place in state.plan.summed.outputs:
-            made = with_at(made, place, reduced(self, at(made, place), []))
+            made = with_at(made, place, self._tpplan_reduced(at(made, place), args, kwargs))
         return made
+
+    def _tpplan_reduced(self, part: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+        stream, boundaries = self._tpplan.stream, self._tpplan.plan.boundaries
+        entered = taken(boundaries[0].arguments[0], args, kwargs) if boundaries else None
+        if stream.sequence_parallel and entered is not None and entered.dim() > part.dim() == 2:
+            # tokens without their batch, of which each rank is to have its rows of every sequence
+            rows = entered.shape[:-1]
+            return reduced(self, part.view(*rows, part.shape[-1]), []).flatten(0, len(rows) - 1)
+        return reduced(self, part, [])
 
     def _locals(self) -> Sequence[torch.Tensor]:
         state, locals_ = self._tpplan, super()._locals()
