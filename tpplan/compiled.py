@@ -114,6 +114,22 @@ class Summed:
 
 
 @dataclass(frozen=True)
+class ThinExperts:
+    """Stacked experts with few rows and columns, on which a plan for large ones is proved.
+
+    Attributes:
+        hidden: the width of what they are given and give.
+        shapes, cut: of their parameters, by name: all of it, and what a rank has of it.
+        attributes: the numbers in the module's code: name -> (whole, per rank).
+    """
+
+    hidden: int
+    shapes: Mapping[str, tuple[int, ...]]
+    cut: Mapping[str, Placement]
+    attributes: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class Detour:
     """What a replicated module in the stack, which needs the whole sequence, takes and gives.
 
@@ -164,6 +180,7 @@ class ModulePlan:
         escaping: where, in what it gives, is what a block of experts has besides its sum: whole on
             every rank, each of which sends the same gradient back into the block.
         summed: of a module that multiplies by its own cut parameters.
+        thin: of a module of large experts.
         container: whether the stream passes through it in its global form.
         draws: what it draws random numbers for in training (dropout), None where it draws none.
         read: whether other modules' code computes with its parameters (a vocabulary's table, say).
@@ -193,6 +210,7 @@ class ModulePlan:
     detour: Detour | None = None
     escaping: tuple[Place, ...] = ()
     summed: Summed | None = None
+    thin: ThinExperts | None = None
     container: bool = False
     draws: DrawnFor | None = None
     read: bool = False

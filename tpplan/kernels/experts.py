@@ -86,8 +86,8 @@ _op.register_autograd(_differentiate, setup_context=_setup)
 
 def _rows_times(x: Any, parameters: Any, slots: int) -> int:
     rows = math.prod(x[:-1]) * slots
-    each: int = sum(math.prod(p[1:]) for p in parameters if len(p) == 3)
-    return 2 * rows * each
+    each = sum(math.prod(p[1:]) for p in parameters if len(p) == 3)
+    return int(2 * rows * each)
 
 
 @register_flop_formula(torch.ops.tpplan.experts)

@@ -13,7 +13,6 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,41 +24,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tpplan.kernels.experts import of_sizes
 from tpplan.layout import Rows
 from tpplan.observe.grouped import InAnyPrecision
+from tpplan.observe.thin_experts import NotStackedError, Stacked, Thin, WidthError, thinned
 from tpplan.observe.trace import Call, Numbered, Trace
 from tpplan.observe.twins import twin_of
 
 _TOLERANCE = 1e-9
-_TRIES = 24
+_TRIES = 64
+_SMALL = 2**20
+_HIT = 4
 Assign = Callable[[nn.Module, str, int], Callable[[], None]]
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """How the ranks share the inner columns of all experts.
-
-    Attributes:
-        width: how many inner columns an expert has.
-        cut: the parameters of which each rank has a part, by name.
-        added: those that are whole on every rank, and are added to the sum once.
-        attributes: numbers in the module's code that are a rank's own: (present, per rank).
-    """
-
-    width: int
-    cut: Mapping[str, Placement]
-    added: tuple[str, ...]
-    attributes: Mapping[str, tuple[int, int]]
-
-
-class NotStackedError(ValueError):
-    """The parameters of a module are not those of experts that could be shared out."""
-
-
-class WidthError(NotStackedError):
-    """The ranks do not divide the inner columns; ``width``: how many there are."""
-
-    def __init__(self, width: int, tp: int) -> None:
-        super().__init__(f"tp {tp} does not divide the {width} inner columns of its experts")
-        self.width = width
 
 
 def inner_columns(
@@ -76,20 +49,35 @@ def inner_columns(
         NotStackedError: where they cannot; ``WidthError`` where only ``tp`` does not fit.
     """
     with InAnyPrecision(), torch.enable_grad():
-        runner = _Runner(module, call, trace)
-        refused: int | None = None
-        for name, dim in runner.candidates():
-            width = runner.parameters[name].shape[dim]
-            found = runner.halves(name, dim, 2 if width % tp else tp)
-            if found is None:
-                continue
-            if width % tp:
-                refused = width
-                continue
-            for chosen in _attributes(numbers, width, tp):
-                stacked = Stacked(width, *found, chosen)
-                if runner.sums_up(stacked, tp, set_to):
-                    return stacked
+        if sum(p.numel() for p in module.parameters()) <= _SMALL:
+            return _shared(_Runner(module, call, trace), numbers, tp, set_to)
+        failure: NotStackedError | None = None
+        for thin in itertools.islice(thinned(module, call, trace, numbers, tp), _TRIES):
+            try:
+                runner = _Runner(module, call, trace, thin, set_to)
+                found = _shared(runner, {**numbers, **thin.numbers}, tp, set_to)
+                return thin.grown(found, module, numbers, tp)
+            except WidthError:
+                raise
+            except NotStackedError as error:
+                failure = failure or error
+        raise failure or NotStackedError("its parameters are not of its input's width")
+
+
+def _shared(runner: _Runner, numbers: Mapping[str, int], tp: int, set_to: Assign) -> Stacked:
+    refused: int | None = None
+    for name, dim in runner.candidates():
+        width = runner.parameters[name].shape[dim]
+        found = runner.halves(name, dim, 2 if width % tp else tp)
+        if found is None:
+            continue
+        if width % tp:
+            refused = width
+            continue
+        for chosen in _attributes(numbers, width, tp):
+            stacked = Stacked(width, *found, chosen)
+            if runner.sums_up(stacked, tp, set_to):
+                return stacked
     if refused is not None:
         raise WidthError(refused, tp)
     raise NotStackedError("no inner columns were found that each rank could have a part of")
@@ -122,8 +110,20 @@ class OfSizes:
 class _Runner:
     """A copy of the module in float64, and a call of it with numbers of its own."""
 
-    def __init__(self, module: nn.Module, call: Call, trace: Trace) -> None:
-        self.module = twin_of(module)
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Call,
+        trace: Trace,
+        thin: Thin | None = None,
+        set_to: Assign | None = None,
+    ) -> None:
+        names = {id(p): name for name, p in module.named_parameters()}
+        shapes = {} if thin is None else thin.shapes
+        self.module = twin_of(module, shape_of=lambda p: shapes.get(names[id(p)], tuple(p.shape)))
+        if thin is not None and set_to is not None:
+            for name, value in thin.numbers.items():
+                set_to(self.module, name, value)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in self.module.parameters():
@@ -134,7 +134,8 @@ class _Runner:
         experts = max((p.shape[0] for p in self.parameters.values() if p.dim() == 3), default=0)
         if not experts:
             raise NotStackedError("it has no parameter (experts, rows, columns)")
-        self.given = _numbers(call, trace, experts, generator)
+        widths = {} if thin is None else {thin.width: thin.hidden}
+        self.given = _numbers(call, trace, experts, generator, widths)
         self.inputs = [
             t
             for t in tree_leaves(self.given)
@@ -305,17 +306,30 @@ def _together(
     return made
 
 
-def _numbers(call: Call, trace: Trace, experts: int, generator: torch.Generator) -> Any:
-    """What the module is called with: activations, weights, and choices of experts."""
+def _numbers(
+    call: Call,
+    trace: Trace,
+    experts: int,
+    generator: torch.Generator,
+    widths: Mapping[int, int],
+) -> Any:
+    """What the module is called with: activations, weights, and choices of experts.
+
+    Args:
+        widths: of activations -> how wide they are here.
+    """
 
     def number(given: Numbered) -> torch.Tensor:
         shape = trace.shapes[given.number]
         if given.number in trace.floating:
+            if len(shape) > 1 and shape[-1] in widths:
+                shape = (*shape[:-1], widths[shape[-1]])
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
             return drawn.requires_grad_()
         if not shape or shape[-1] > experts:
             raise NotStackedError(f"it is given whole numbers of shape {shape}, no choice of some")
-        scores = torch.rand((*shape[:-1], experts), generator=generator)
+        few = min(experts, max(shape[-1], _HIT))
+        scores = torch.rand((*shape[:-1], few), generator=generator)
         return scores.topk(shape[-1]).indices
 
     return tree_map_only(Numbered, number, call.given)

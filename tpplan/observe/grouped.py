@@ -19,8 +19,8 @@ def _grouped(
         if mat_a.dtype != torch.float64 or offs is None or (mat_a.dim(), mat_b.dim()) != (2, 3):
             return given(mat_a, mat_b, offs=offs, **kwargs)
         ends = offs.tolist()
-        groups = zip([0, *ends[:-1]], ends, mat_b, strict=True)
-        made = [mat_a[start:stop] @ b for start, stop, b in groups]
+        groups = enumerate(zip([0, *ends[:-1]], ends, strict=True))
+        made = [mat_a[start:stop] @ mat_b[i] for i, (start, stop) in groups if stop > start]
         # rows of no group
         made.append(mat_a.new_zeros(mat_a.shape[0] - ends[-1], mat_b.shape[-1]))
         return torch.cat(made)

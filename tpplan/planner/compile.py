@@ -20,7 +20,7 @@ from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.twins import DROPOUT, same_randomness
 from tpplan.planner import checks, infer, stacks
-from tpplan.planner.bare import bare_regions
+from tpplan.planner.bare import BareRegion, bare_regions
 from tpplan.planner.causes import Causes, led
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.experts import blocks, escapes
@@ -34,7 +34,7 @@ from tpplan.planner.stops import WITHOUT_NUMBERS, Stop, kind_of, place_of, stopp
 from tpplan.planner.together import reduced_together
 from tpplan.planner.unreached import unreached
 from tpplan.planner.walk import Walk
-from tpplan.styles import NONE, named
+from tpplan.styles import NONE, Style, named
 from tpplan.styles.colwise import COLWISE
 from tpplan.styles.replicate import REPLICATE
 from tpplan.styles.rowwise import ROWWISE
@@ -111,8 +111,26 @@ class _Compiler(Outcome):
         """Run the model's shadow, infer what the plan leaves open, check what it says."""
         calls = calls_for(self.model, inputs)
         if self.of("stacked"):
-            calls += tuple(routed(self.model, calls[0]))
+            first = routed(self.model, calls[0]) or calls[:1]
+            calls = (*first, *calls[1:])
         drawing = self.observe(calls)
+        drawn = self.find_regions(drawing)
+        self.sizes.lay_out(self.trace)
+        self.placing.check_ties()
+        self.placing.check_contradictions()
+        traces = (self.trace, drawing)
+        self.read = read_by_others(traces, self.placing.names.values())
+        dim, columns = self.plan.sequence_dim, self.sizes.columns
+        self.probed = probe_modules(self.model, self.styles, columns, traces, dim)
+        self.fused = fused_modules(self.model, self.styles, columns, self.sizes.transposed, traces)
+        self.complaints.stop_if_any()
+        self.follow(drawing, drawn)
+        self.check_flow()
+        if not self.complaints.wrong and self.tp > 1:
+            Regions(self).check(calls)
+
+    def find_regions(self, drawing: Trace) -> Mapping[str, BareRegion]:
+        """Where the stream enters and leaves them; the bare ones of the trace in training."""
         heads = {
             path
             for path, style in self.styles.items()
@@ -122,8 +140,7 @@ class _Compiler(Outcome):
             path: frozenset(rule.options.get("gather") or ())  # type: ignore[call-overload]
             for path, rule in self.matches.modules.items()
         }
-        cut = {name: named(rule.style) for name, rule in self.cut.items()}
-        cut = {name: style for name, style in cut.items() if style.columns or style.sums}
+        cut = self.cut_styles()
         aliases = {names[0]: names for names in self.placing.names.values()}
         self.bare, drawn = (
             bare_regions(trace, cut, self.styles, aliases) for trace in (self.trace, drawing)
@@ -151,15 +168,10 @@ class _Compiler(Outcome):
             self.elements,
             self.complaints,
         )
-        self.sizes.lay_out(self.trace)
-        self.placing.check_ties()
-        self.placing.check_contradictions()
-        traces = (self.trace, drawing)
-        self.read = read_by_others(traces, self.placing.names.values())
-        dim = self.plan.sequence_dim
-        self.probed = probe_modules(self.model, self.styles, columns, traces, dim)
-        self.fused = fused_modules(self.model, self.styles, columns, self.sizes.transposed, traces)
-        self.complaints.stop_if_any()
+        return drawn
+
+    def follow(self, drawing: Trace, drawn: Mapping[str, BareRegion]) -> None:
+        """The flow of tensors, in evaluation, and for what draws random numbers in training."""
         findings = (
             self.matches.modules,
             self.sizes.columns,
@@ -168,7 +180,7 @@ class _Compiler(Outcome):
             self.elements,
             {path for path, finding in self.probed.items() if not finding.mixes},
             self.plan.sequence_dim,
-            cut.keys() | self.shared_experts(),
+            self.cut_styles().keys() | self.shared_experts(),
         )
         self.escaping, lost = escapes(self.trace, self.bare)
         if lost:
@@ -182,9 +194,6 @@ class _Compiler(Outcome):
             )
             for path, found in self.boundaries.items()
         }
-        self.check_flow()
-        if not self.complaints.wrong and self.tp > 1:
-            Regions(self).check(calls)
 
     def observe(self, calls: Sequence[Call]) -> Trace:
         """Trace the model in evaluation; the trace in training is returned."""
@@ -294,6 +303,11 @@ class _Compiler(Outcome):
                 mixing[path] = f"{name}: its result at one position depends on other positions"
         whole = f"{{style: {REPLICATE.name}, input: gather}}"
         self.complaints.by_rule(mixing | failing, f"make it {whole}, to run it on all positions")
+
+    def cut_styles(self) -> dict[str, Style]:
+        """The styles of the parameters that are cut by rules of their own."""
+        cut = {name: named(rule.style) for name, rule in self.cut.items()}
+        return {name: style for name, style in cut.items() if style.columns or style.sums}
 
     def shared_experts(self) -> set[str]:
         """The parameters of which each rank has a part of every expert."""

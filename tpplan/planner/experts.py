@@ -8,7 +8,7 @@ with parts; the replay of the regions runs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 
 from tpplan.compiled import Summed
 from tpplan.observe.trace import Call, Trace
@@ -44,6 +44,10 @@ def escapes(
     That is the innermost around the block, or itself, that gives it. Also the blocks of which
     something is used outside that no module gives.
     """
+    used: dict[int, list[int]] = {}
+    for index, op in enumerate(trace.ops):
+        for n in op.inputs:
+            used.setdefault(n, []).append(index)
     found: dict[str, dict[Place, None]] = {}
     lost: list[str] = []
     for block in trace.calls:
@@ -56,11 +60,15 @@ def escapes(
             for n in op.outputs
             if n in trace.floating
         }
-        made -= {n for p in region.summed.outputs if (n := block.output_at(p)) is not None}
+        made -= {block.output_at(place) for place in region.summed.outputs}
         around = list(trace.ancestors(block.index))
-        for number in sorted(made & _used_outside(trace, block)):
+        given = {n for c in around for n in c.outputs}
+        for number in sorted(made):
+            uses = [i for i in used.get(number, ()) if i >= block.last_op]
+            if not uses and number not in given:
+                continue
             giving = next((c for c in around if number in c.outputs), None)
-            inside = giving is None or _uses(trace, number, block.last_op, giving.last_op)
+            inside = giving is None or any(i < giving.last_op for i in uses)
             places = () if giving is None else zip(giving.outputs, giving.places, strict=True)
             at = [place for n, place in places if n == number]
             if giving is None or inside or None in at:
@@ -68,17 +76,6 @@ def escapes(
                 continue
             found.setdefault(giving.path, {}).update(dict.fromkeys(p for p in at if p is not None))
     return {path: tuple(places) for path, places in found.items()}, list(dict.fromkeys(lost))
-
-
-def _used_outside(trace: Trace, block: Call) -> set[int]:
-    """The tensors that ops after a call use, or that calls around it give."""
-    later = (n for op in trace.ops[block.last_op :] for n in op.inputs)
-    given: Iterable[int] = (n for c in trace.ancestors(block.index) for n in c.outputs)
-    return {*later, *given}
-
-
-def _uses(trace: Trace, number: int, start: int, stop: int) -> bool:
-    return any(number in op.inputs for op in trace.ops[start:stop])
 
 
 def _region(trace: Trace, block: Call, styles: Mapping[str, Style]) -> BareRegion | None:

@@ -182,6 +182,7 @@ class Outcome:
                 summed=self.summed_in(path),
                 partial=path in self.partial,
                 escaping=self.escaping.get(path, ()),
+                thin=self.sizes.stacked[path].thin if path in self.sizes.stacked else None,
                 detour=self.flow.detours.get(path) if self.sequence_parallel else None,
                 container=path in containers,
                 draws=self.drawn(path),

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import unfused
@@ -27,8 +26,9 @@ from tpplan.language import Position, Rule
 from tpplan.layout import Rows
 from tpplan.observe.likeness import identity, shared_tensors
 from tpplan.places import at, taken, with_at
+from tpplan.planner.events import Departed, Event, compare, first_of, own_columns, own_numbers
 from tpplan.planner.match import folded
-from tpplan.planner.rank_part import as_rank, own_part
+from tpplan.planner.rank_part import as_rank
 from tpplan.planner.stand_in import stand_in
 from tpplan.planner.stops import Stop, kind_of, place_of
 from tpplan.roles.heads import heads_of, own_heads
@@ -55,20 +55,6 @@ class Failure:
     message: str
     stop: Stop | None = None
     place: Position | None = None
-
-
-@dataclass
-class _Event:
-    path: str
-    given: torch.Tensor
-    made: torch.Tensor
-    parts: list[torch.Tensor] = field(default_factory=list)
-
-
-class _Departed(Exception):
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__(message)
-        self.path, self.message = path, message
 
 
 def prove(
@@ -100,7 +86,7 @@ def prove(
         try:
             with torch.no_grad(), replay.own(rank):
                 replay.run(call, rank)
-        except _Departed as found:
+        except Departed as found:
             return Failure(found.path, rank, found.message, place=place_of(found))
         except Exception as error:
             return _stopped(replay, rank, "fails", error)
@@ -128,7 +114,7 @@ class _Replay:
         self.bare, self.lists = bare, lists
         self.rank: int | None = None
         self.generator = torch.Generator().manual_seed(0)
-        self.events: list[_Event] = []
+        self.events: list[Event] = []
         self.at = 0
         self.running: list[str] = []
         # modules on sharded columns or heads, which are run on the rank's part
@@ -207,16 +193,16 @@ class _Replay:
 
     def run(self, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int | None) -> None:
         self.rank, self.at, self.running = rank, 0, []
-        args, kwargs = tree_map_only(torch.Tensor, _own_numbers, call)
+        args, kwargs = tree_map_only(torch.Tensor, own_numbers, call)
         with unfused():
             self.model(*args, **kwargs)
         if rank is not None and self.at < len(self.events):
             path = self.events[self.at].path
-            raise _Departed(path, "is not reached, which it is in the whole model")
+            raise Departed(path, "is not reached, which it is in the whole model")
 
-    def _next(self, path: str) -> _Event:
+    def _next(self, path: str) -> Event:
         if self.at >= len(self.events) or self.events[self.at].path != path:
-            raise _Departed(path, "is called in another order than in the whole model")
+            raise Departed(path, "is called in another order than in the whole model")
         self.at += 1
         return self.events[self.at - 1]
 
@@ -224,7 +210,7 @@ class _Replay:
         weight = next(p for p in module._parameters.values() if p is not None and p.dim() >= 2)
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = whole_of(_first(args, kwargs))
+            given = whole_of(first_of(args, kwargs))
             if self.rank is None:
                 if isinstance(module, nn.Embedding) or plan.transposed:
                     width = weight.shape[1]
@@ -232,23 +218,23 @@ class _Replay:
                     width = weight.shape[0]
                 leading = given.shape if isinstance(module, nn.Embedding) else given.shape[:-1]
                 made = torch.randn(*leading, width, generator=self.generator)
-                self.events.append(_Event(path, given.clone(), made))
+                self.events.append(Event(path, given.clone(), made))
                 return made.clone()
             event = self._next(path)
             style = named(plan.style)
             if style.sums:
                 rows = self.layouts.get(path)
-                due = _own_columns(event.given, rows, self.rank, self.tp)
-                _compare(path, due, given, "its input is not this rank's columns")
+                due = own_columns(event.given, rows, self.rank, self.tp)
+                compare(path, due, given, "its input is not this rank's columns")
                 if plan.partial:
                     return self._share(event)
                 if not style.scatters(plan.options):
                     return event.made.clone()
-                return _own_columns(event.made, None, self.rank, self.tp)
-            _compare(path, event.given, given, "its input is not the whole model's")
+                return own_columns(event.made, None, self.rank, self.tp)
+            compare(path, event.given, given, "its input is not the whole model's")
             if path not in self.columns:
                 return event.made.clone()
-            return _own_columns(event.made, self.layouts.get(path), self.rank, self.tp)
+            return own_columns(event.made, self.layouts.get(path), self.rank, self.tp)
 
         return forward
 
@@ -260,15 +246,15 @@ class _Replay:
             given = torch.cat([t.flatten().to(torch.float32) for t in tensors])
             if self.rank is None:
                 made = torch.randn(tensors[0].shape, generator=self.generator)
-                self.events.append(_Event(path, given, made))
+                self.events.append(Event(path, given, made))
                 return made.clone()
             event = self._next(path)
-            _compare(path, event.given, given, "its input is not the whole model's")
+            compare(path, event.given, given, "its input is not the whole model's")
             return self._share(event)
 
         return forward
 
-    def _share(self, event: _Event) -> torch.Tensor:
+    def _share(self, event: Event) -> torch.Tensor:
         """A part of what a module gives, which adds up to the whole over the ranks."""
         if self.rank == self.tp - 1:
             return event.made - sum(event.parts)
@@ -285,7 +271,7 @@ class _Replay:
             own = {name: module._parameters[name] for name in summed.added}
             if self.rank is None:
                 # what is inside of it comes after it, as on a rank
-                self.events.append(event := _Event(path, torch.empty(0), torch.empty(0)))
+                self.events.append(event := Event(path, torch.empty(0), torch.empty(0)))
                 made = original(*args, **kwargs)
                 event.made = torch.cat([at(made, place).flatten() for place in summed.outputs])
                 return made
@@ -299,7 +285,7 @@ class _Replay:
             event.parts.append(torch.cat([at(made, place).flatten() for place in summed.outputs]))
             if self.rank == self.tp - 1:
                 what = "gives parts that do not sum up to what the whole model has there"
-                _compare(path, event.made, torch.stack(event.parts).sum(0), what)
+                compare(path, event.made, torch.stack(event.parts).sum(0), what)
             wholes = iter(event.made.split([at(made, p).numel() for p in summed.outputs]))
             for place, whole in zip(summed.outputs, wholes, strict=True):
                 made = with_at(made, place, whole.view_as(at(made, place)))
@@ -313,10 +299,10 @@ class _Replay:
         def forward(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
             if self.rank is None:
                 made = torch.randn(query.shape, generator=self.generator)
-                self.events.append(_Event(path, query.clone(), made))
+                self.events.append(Event(path, query.clone(), made))
                 return self.events[-1].made.clone(), None
             event = self._next(path)
-            _compare(path, event.given, query, "its input is not the whole model's")
+            compare(path, event.given, query, "its input is not the whole model's")
             return event.made.clone(), None
 
         return forward
@@ -327,20 +313,20 @@ class _Replay:
         """A module that computes on sharded columns or heads: the rank's part of the whole's."""
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            given = _first(args, kwargs)
+            given = first_of(args, kwargs)
             if self.rank is None:
                 made: torch.Tensor = original(*args, **kwargs)
-                self.events.append(_Event(path, given.clone(), made))
+                self.events.append(Event(path, given.clone(), made))
                 return made.clone()
             event = self._next(path)
             if event.given.shape != given.shape:
                 due = self._part(path, event.given, given, "its input has")
-                _compare(path, due, given, "its input is not this rank's part")
+                compare(path, due, given, "its input is not this rank's part")
             if plan.norm is not None:  # computed across the ranks, as its probe has shown
                 return self._part(path, event.made, given, "gives")
             made = original(*args, **kwargs)
             due = self._part(path, event.made, made, "gives")
-            _compare(path, due, made, "does not give its part of what the whole model has there")
+            compare(path, due, made, "does not give its part of what the whole model has there")
             return due
 
         return forward
@@ -351,7 +337,7 @@ class _Replay:
         same = whole.dim() == own.dim()
         dims = [d for d in range(whole.dim()) if whole.size(d) != own.size(d)] if same else []
         if len(dims) != 1:
-            raise _Departed(path, f"{what} shape {tuple(own.shape)}")
+            raise Departed(path, f"{what} shape {tuple(own.shape)}")
         each = whole.size(dims[0]) // self.tp
         return whole.narrow(dims[0], self.rank * each, each).clone()
 
@@ -377,34 +363,3 @@ class _Replay:
             return inner(*args, **kwargs)
 
         return forward
-
-
-def _own_columns(whole: torch.Tensor, rows: Rows | None, rank: int, tp: int) -> torch.Tensor:
-    """What a rank has of the last dimension, cut evenly or as a weight's rows are."""
-    last = whole.dim() - 1
-    placed = Shard(last) if rows is None else Rows(last, rows.pieces)
-    return own_part(whole, placed, rank, tp)
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The first tensor of a call."""
-    values = (*args, *kwargs.values())
-    return next(value for value in values if isinstance(value, torch.Tensor))
-
-
-def _compare(path: str, due: torch.Tensor, given: torch.Tensor, message: str) -> None:
-    if due.shape != given.shape:
-        shapes = f"shape {tuple(given.shape)}, not {tuple(due.shape)}"
-        raise _Departed(path, f"{message} ({shapes})")
-    if not given.is_floating_point():
-        if not torch.equal(due, given):
-            raise _Departed(path, message)
-        return
-    scale = float(due.abs().max()) if due.numel() else 0.0
-    if not torch.allclose(due, given, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True):
-        raise _Departed(path, message)
-
-
-def _own_numbers(given: torch.Tensor) -> torch.Tensor:
-    """A copy of an input, in the numbers of the stand-in."""
-    return given.to(torch.float32, copy=True) if given.is_floating_point() else given.clone()

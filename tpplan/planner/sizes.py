@@ -10,9 +10,10 @@ from torch import nn
 
 from tpplan.language import Rule
 from tpplan.layout import MisfitError, Rows
-from tpplan.observe.experts import NotStackedError, Stacked, WidthError, inner_columns
+from tpplan.observe.experts import inner_columns
 from tpplan.observe.likeness import identity
 from tpplan.observe.products import Products
+from tpplan.observe.thin_experts import NotStackedError, Stacked, WidthError
 from tpplan.observe.trace import Trace
 from tpplan.places import Argument
 from tpplan.planner import infer
@@ -48,7 +49,7 @@ class Sizes:
         self.model, self.tp, self.multihead = model, tp, multihead
         self.complaints, self.rules = complaints, complaints.matches.modules
         self.products = Products(model)
-        self._shared: dict[Any, Stacked] = {}
+        self._shared: dict[Any, Stacked | NotStackedError] = {}
         self.columns: set[str] = set()
         self.transposed: set[str] = set()
         self.layouts: dict[str, Rows] = {}
@@ -103,7 +104,8 @@ class Sizes:
                     fit = f"{fit}; if they are parts, say so with {packed_heads(view[0])}"
                 misfits.setdefault(fit, {})[path] = said
         for fit, found in misfits.items():
-            self.complaints.by_rule(found, f"tp may be {fit}")
+            whole = f"make it {REPLICATE.name}, with what belongs to its block"
+            self.complaints.by_rule(found, f"tp may be {fit}" if fit else whole)
         for path, stated in self.geometry.attributes(self.tp).items():
             self.attributes[path] = {**stated, **self.attributes.get(path, {})}
         self.head_inputs = {
@@ -125,15 +127,16 @@ class Sizes:
                 self._shared[key] = inner_columns(
                     module, call, self.trace, numbers, self.tp, assign
                 )
-        except WidthError as error:
-            misfits.setdefault(divisors(error.width), {})[path] = f"{rule.style}: {error}"
         except NotStackedError as error:
-            hint = f"make it {REPLICATE.name}, with what belongs to its block"
-            self.complaints.about(rule, [path], f"{rule.style}: {error}", hint)
-        else:
-            self.stacked[path] = self._shared[key]
-            own = dict(self._shared[key].attributes)
-            self.attributes[path] = {**self.attributes.get(path, {}), **own}
+            self._shared[key] = error
+        found = self._shared[key]
+        if isinstance(found, Stacked):
+            self.stacked[path] = found
+            self.attributes[path] = {**self.attributes.get(path, {}), **found.attributes}
+            return
+        # of tp 1 to 64 those that would fit, or none
+        fit = divisors(found.width) if isinstance(found, WidthError) else ""
+        misfits.setdefault(fit, {})[path] = f"{rule.style}: {found}"
 
     def _own_heads(self, trace: Trace, path: str, rule: Rule) -> tuple[tuple[Argument, int], ...]:
         asked = rule.options["head_inputs"]

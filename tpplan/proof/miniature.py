@@ -24,6 +24,7 @@ from tpplan.layout import Rows
 from tpplan.observe.likeness import identity
 from tpplan.observe.twins import buffer_like, held_by
 from tpplan.places import taken, with_at
+from tpplan.proof.thin_experts import Narrow, narrow_down, thin_experts, with_thin
 from tpplan.styles import named
 
 _LARGE = 2**16
@@ -121,6 +122,11 @@ def miniature(
     }
     narrow = _thin(modules, compiled) if thin else {}
     budget = _MOST
+    experts = thin_experts(modules, compiled) if thin else {}
+    for path, few in experts.items():
+        for leaf, shape in few.shapes.items():
+            value = modules[path].get_parameter(leaf)
+            memo[id(value)] = _twin(value, None, generator, shape)
     for value in (value for module in modules.values() for value in held_by(module)):
         if id(value) not in memo:
             dim = narrow.get(id(value)) if isinstance(value, nn.Parameter) else None
@@ -133,15 +139,14 @@ def miniature(
         _factor(
             module, twin_model.get_submodule(path), compiled.modules.get(path), narrow, generator
         )
+    for path, few in experts.items():
+        narrow_down(twin_model.get_submodule(path), few, generator)
     for path, last in lasts.items():
         twin_model.get_submodule(path).register_forward_hook(_Kept(last))
-    plans = {
-        path: replace(plan, kernel=None)
-        for path, plan in compiled.modules.items()
-        if path in modules
-    }
+    plans = {p: replace(q, kernel=None) for p, q in compiled.modules.items() if p in modules}
     kernels = dict.fromkeys(compiled.kernels, "torch")
-    return twin_model, replace(compiled, modules=FrozenMap(plans), kernels=FrozenMap(kernels))
+    small = replace(compiled, modules=FrozenMap(plans), kernels=FrozenMap(kernels))
+    return twin_model, with_thin(small, experts)
 
 
 def _skipped(
@@ -224,11 +229,16 @@ def _factor(
     vars(twin)["_tpplan_project"] = Thin(factor, before, transposed)
 
 
-def _twin(value: torch.Tensor, dim: int | None, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of the same kind with numbers of its own, thin along ``dim``."""
+def _twin(
+    value: torch.Tensor,
+    dim: int | None,
+    generator: torch.Generator,
+    shaped: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """A tensor of the same kind with numbers of its own, thin along ``dim``, or ``shaped`` so."""
     if not isinstance(value, nn.Parameter):
         return _copied(value, generator)
-    shape = list(value.shape)
+    shape = list(value.shape if shaped is None else shaped)
     if dim is not None:
         shape[dim] = _RANK
     if not (value.is_floating_point() or value.is_complex()):
@@ -259,6 +269,9 @@ def unsharded(model: nn.Module) -> nn.Module:
     for module in twin.modules():
         if isinstance(vars(module).get("_tpplan_project"), Thin):
             module.__class__ = type(type(module).__name__, (_Product, type(module)), {})
+        elif "_tpplan_narrow" in vars(module):
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (_Narrowed, kind), {})
         elif "_tpplan_widen" in vars(module):
             own = () if type(module) is nn.Embedding else (type(module),)
             module.__class__ = type(type(module).__name__, (*own, _Table), {})
@@ -273,6 +286,13 @@ class _Product(nn.Module):
         weight = self._parameters["weight"]
         assert weight is not None
         return self._tpplan_project(input, weight, self._parameters.get("bias"))
+
+
+class _Narrowed(nn.Module):
+    _tpplan_narrow: Narrow
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._tpplan_narrow(super().forward, (args, kwargs))
 
 
 class _Table(nn.Embedding):

@@ -1,0 +1,59 @@
+"""What a replay compares: what modules were given and gave in the whole model, and on a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Shard
+
+from tpplan.layout import Rows
+from tpplan.planner.rank_part import own_part
+
+_TOLERANCE = 1e-4
+
+
+@dataclass
+class Event:
+    path: str
+    given: torch.Tensor
+    made: torch.Tensor
+    parts: list[torch.Tensor] = field(default_factory=list)
+
+
+class Departed(Exception):
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path, self.message = path, message
+
+
+def own_columns(whole: torch.Tensor, rows: Rows | None, rank: int, tp: int) -> torch.Tensor:
+    """What a rank has of the last dimension, cut evenly or as a weight's rows are."""
+    last = whole.dim() - 1
+    placed = Shard(last) if rows is None else Rows(last, rows.pieces)
+    return own_part(whole, placed, rank, tp)
+
+
+def first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The first tensor of a call."""
+    values = (*args, *kwargs.values())
+    return next(value for value in values if isinstance(value, torch.Tensor))
+
+
+def compare(path: str, due: torch.Tensor, given: torch.Tensor, message: str) -> None:
+    if due.shape != given.shape:
+        shapes = f"shape {tuple(given.shape)}, not {tuple(due.shape)}"
+        raise Departed(path, f"{message} ({shapes})")
+    if not given.is_floating_point():
+        if not torch.equal(due, given):
+            raise Departed(path, message)
+        return
+    scale = float(due.abs().max()) if due.numel() else 0.0
+    if not torch.allclose(due, given, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True):
+        raise Departed(path, message)
+
+
+def own_numbers(given: torch.Tensor) -> torch.Tensor:
+    """A copy of an input, in the numbers of the stand-in."""
+    return given.to(torch.float32, copy=True) if given.is_floating_point() else given.clone()
