@@ -26,6 +26,7 @@ VALUES = {
         "{parts: [q, k]}",
         "{parts: [q], repeat: 2}",
         "{parts: [q], repeat: n}",
+        "{q: [heads, 64], k: [2, head_dim // 2]}",
     ],
     Kind.EXPRESSIONS: ["{n: heads, m: 3, k: heads * (head_dim + 1), sizes.0: heads}"],
     Kind.DIMENSION: ["0", "-2"],

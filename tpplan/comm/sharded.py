@@ -299,7 +299,10 @@ class _Op:
             return rows
         assert plan.at is not None
         at, mesh = plan.at(whole.dim()), x.device_mesh
-        spec = compat.dtensor_spec(mesh, (Shard(at),), whole.shape, whole.dtype, whole.stride())
+        # of a trace that knows these sizes: it knows none that was worked out beside it
+        shape = list(rows.shape)
+        shape[at] = x.size(dim_of(x))
+        spec = compat.dtensor_spec(mesh, (Shard(at),), shape, whole.dtype, whole.stride())
         made = wrapped(rows, x._tpplan_source, spec)
         if compat.is_view(self.func):
             made._tpplan_writes = x._tpplan_writes = x._tpplan_writes or [0]

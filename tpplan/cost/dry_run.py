@@ -111,8 +111,11 @@ def _folded(
         compiled = setting.compile(shortest)
         longer = {}
         for fold in folds:
-            more = shortened_model(model, {f: int(f == fold) for f in folds})
-            longer[fold] = more, setting.compile(more)
+            periods = {f: int(f == fold) for f in folds}
+            more = shortened_model(model, periods)
+            # unfolded as for the whole model: what is made of that one's plan is executed
+            shorter = [f.shortened(n) for f, n in periods.items()]
+            longer[fold] = more, unfolded(compiled, shorter, more)
 
         def run(training: Training) -> Execution:
             short = execute(shortest, compiled, call, training, stacks)

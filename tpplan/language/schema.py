@@ -42,6 +42,17 @@ _KINDS: Mapping[Kind, Mapping[str, Any]] = {
                 "required": ["parts"],
                 "additionalProperties": False,
             },
+            {
+                "type": "object",
+                "propertyNames": {"not": {"enum": ["parts", "repeat"]}, **_IDENTIFIER},
+                "additionalProperties": {
+                    "type": "array",
+                    "items": {"anyOf": [_POSITIVE, _EXPRESSION]},
+                    "minItems": 2,
+                    "maxItems": 2,
+                },
+                "minProperties": 1,
+            },
         ]
     },
     Kind.EXPRESSIONS: {

@@ -21,7 +21,7 @@ class Kind(enum.Enum):
     CHOICE = "one of a few names"
     COUNT = "a positive whole number or an expression"
     NAMES = "a list of names"
-    PACKED = "a list of names, or a mapping with 'parts' and 'repeat'"
+    PACKED = "a list of names, or a mapping with 'parts' and 'repeat', or of names to sizes"
     EXPRESSIONS = "a mapping from attribute names to expressions"
     DIMENSION = "a dimension: a whole number"
     DIMENSIONS = "a mapping from argument names to dimensions"

@@ -179,13 +179,18 @@ class Values(Reporter):
         return readers[option.kind]()
 
     def packed(self, node: Node, what: str) -> FrozenMap[object] | None:
-        """``[q, k, v]`` or ``{parts: [q, k, v], repeat: kv_heads}``, as the latter."""
+        """``[q, k, v]``, ``{parts: [q, k, v], repeat: kv_heads}`` or ``{q: [heads, 64], ...}``.
+
+        As a mapping with ``parts``, and ``repeat`` or ``sizes`` where they are said.
+        """
         if isinstance(node, SequenceNode):
             listed = self.names(node, what)
             return None if listed is None else FrozenMap({"parts": listed})
         entries = self.mapping(node, what, Kind.PACKED.value)
         if entries is None:
             return None
+        if entries and entries.keys().isdisjoint(("parts", "repeat")):
+            return self.sized(entries)
         before = len(self.problems)
         found: dict[str, object] = {}
         for key, (key_node, value) in entries.items():
@@ -198,6 +203,22 @@ class Values(Reporter):
         if "parts" not in entries:
             self.report(f"{what} does not say its parts", node.position, "add 'parts: [q, k, v]'")
         return FrozenMap(found) if len(self.problems) == before else None
+
+    def sized(self, entries: Mapping[str, tuple[Scalar, Node]]) -> FrozenMap[object] | None:
+        """Parts by name with their sizes: how many units, and how wide each is."""
+        before = len(self.problems)
+        sizes = []
+        for name, (key, value) in entries.items():
+            what = f"the size of {quoted(name)}"
+            if not name.isidentifier():
+                self.report(f"{quoted(name)} cannot be the name of a part", key.position)
+            if not isinstance(value, SequenceNode) or len(value.items) != 2:
+                hint = "such as 'q: [heads, head_dim]'"
+                self.mismatch(value, what, "a list of two: how many, and how wide each is", hint)
+                continue
+            sizes.append(tuple(self.expression(n, what, minimum=1) for n in value.items))
+        found = FrozenMap({"parts": tuple(entries), "sizes": tuple(sizes)})
+        return found if len(self.problems) == before else None
 
     def repeat(self, node: Node) -> int | str | None:
         """How often the parts come one after the other: a number, or a name for one."""

@@ -167,6 +167,7 @@ class _Compiler(Outcome):
             {p: r for p, r in self.matches.modules.items() if p not in self.partial},
             self.elements,
             self.complaints,
+            self.block_rules(),
         )
         return drawn
 
@@ -269,10 +270,7 @@ class _Compiler(Outcome):
         rules, styles = {**self.matches.modules}, {**self.styles}
         for path, region in self.bare.items():
             own = (rule for name, rule in self.cut.items() if name.rpartition(".")[0] == path)
-            if region.block:
-                inside = (p for p in self.of("stacked") if p.rpartition(".")[0] == path)
-                own = (rules[p] for p in inside)
-            rules[path] = next(own)
+            rules[path] = self.block_rules()[path] if region.block else next(own)
             styles[path] = ROWWISE if region.summed else COLWISE if region.columns else NONE
         cause = Causes(self.model, self.trace, rules, styles, self.elements).of(self.flow)
         if cause is not None:
@@ -303,6 +301,12 @@ class _Compiler(Outcome):
                 mixing[path] = f"{name}: its result at one position depends on other positions"
         whole = f"{{style: {REPLICATE.name}, input: gather}}"
         self.complaints.by_rule(mixing | failing, f"make it {whole}, to run it on all positions")
+
+    def block_rules(self) -> dict[str, Rule]:
+        """The rule of the experts in each block."""
+        around = {path.rpartition(".")[0]: path for path in self.of("stacked")}
+        blocks = {path for path, region in self.bare.items() if region.block}
+        return {path: self.matches.modules[around[path]] for path in blocks}
 
     def cut_styles(self) -> dict[str, Style]:
         """The styles of the parameters that are cut by rules of their own."""

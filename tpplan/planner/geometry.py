@@ -153,6 +153,8 @@ class Geometry:
             units = views[0][0] if views else total
             return [Part(path.rpartition(".")[2], total, units)], 1, False
         assert isinstance(packed, Mapping)
+        if "sizes" in packed:
+            return self.sized(rule, path), 1, False
         names: Sequence[str] = packed["parts"]
         repeat = self._repeat(rule, path, packed.get("repeat", 1), known)
         counts = [n for n in (_units(name, names, known, repeat) for name in names) if n]
@@ -169,6 +171,20 @@ class Geometry:
             where = rule.option_positions.get("packed", rule.position)
             self._say(path, message, where, hint)
         return parts, repeat, isinstance(packed.get("repeat"), int)
+
+    def sized(self, rule: Rule, path: str) -> list[Part]:
+        """The parts of a rule that says how large each is: so many units, so wide.
+
+        Args:
+            path: of the module whose numbers its expressions may name.
+        """
+        packed = rule.options["packed"]
+        assert isinstance(packed, Mapping)
+        parts = []
+        for name, (units, width) in zip(packed["parts"], packed["sizes"], strict=True):
+            count, each = (self.evaluate(rule, path, "packed", n) for n in (units, width))
+            parts.append(Part(name, (count or 0) * (each or 0), max(count or 1, 1)))
+        return parts
 
     def outputs(self, path: str) -> int:
         """How many columns a column-parallel layer makes."""
@@ -227,6 +243,9 @@ class Geometry:
     def attributes(self, tp: int) -> dict[str, dict[str, tuple[int, int]]]:
         """Module path -> attribute -> (present value, value per rank), of the attention rules."""
         result: dict[str, dict[str, tuple[int, int]]] = {}
+        # a pattern may match modules of two kinds: an attribute of one kind is that kind's alone
+        missing: dict[tuple[Position, str], str] = {}
+        had: set[tuple[Position, str]] = set()
         for path, rule in self.rules.items():
             expressions = rule.options.get("attributes")
             if not named(rule.style).heads or not isinstance(expressions, Mapping):
@@ -241,10 +260,9 @@ class Geometry:
             for name, text in expressions.items():
                 present = attribute(self.model.get_submodule(path), name)
                 if not isinstance(present, int):
-                    has = ", ".join(named_in_code(self.model.get_submodule(path)))
-                    hint = f"its code reads: {has or 'none'}"
-                    self._say(path, f"has no integer attribute '{name}'", where, hint)
+                    missing.setdefault((where, name), path)
                     continue
+                had.add((where, name))
                 try:
                     expression = Expression(str(text))
                     computed = expression.evaluate(whole)
@@ -259,6 +277,11 @@ class Geometry:
                     self._say(path, message, where, hint)
                     continue
                 result.setdefault(path, {})[name] = (present, per_rank)
+        for (where, name), path in missing.items():
+            if (where, name) not in had:
+                has = ", ".join(named_in_code(self.model.get_submodule(path)))
+                hint = f"its code reads: {has or 'none'}"
+                self._say(path, f"has no integer attribute '{name}'", where, hint)
         return result
 
 

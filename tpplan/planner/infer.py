@@ -196,7 +196,6 @@ def find_elements(
         multihead: torch's own attention; in a stack of nothing else it is what is row-parallel.
         summing: modules that are row-parallel by parameters of their own.
     """
-    entering = {boundary.number for found in boundaries.values() for boundary in found}
     called = {call.path: call for call in reversed(trace.calls)}
     if layers is not None:
         paths = [path for path in called if layers.matches(path)]
@@ -212,7 +211,7 @@ def find_elements(
         found = _stream_of(trace, call)
         if found is not None:
             stream, output = found
-            others = _others(trace, call, stream, entering, styles, multihead)
+            others = _others(trace, call, stream, boundaries, styles, multihead)
             elements[path] = Element(stream, output, others)
     return elements
 
@@ -238,7 +237,7 @@ def _others(
     trace: Trace,
     call: Call,
     stream: Argument,
-    entering: set[int],
+    boundaries: Mapping[str, tuple[Boundary, ...]],
     styles: Mapping[str, Style],
     multihead: Set[str],
 ) -> tuple[Argument, ...]:
@@ -248,6 +247,7 @@ def _others(
     sharded activations (angles, masks), whose rows are all of the sequence.
     """
     number = next(n for n, names in call.arguments.items() if stream in names)
+    entering = {boundary.number for found in boundaries.values() for boundary in found}
     rows = trace.shapes[number][:-1]
     # the first layer may be given the stream under several names
     others = [name for name in call.arguments[number] if name != stream]
@@ -256,7 +256,7 @@ def _others(
         if (
             alike
             and other not in entering
-            and _meets(trace, call, other, number, styles, multihead)
+            and _meets(trace, call, other, number, styles, multihead, boundaries.keys())
         ):
             others += names[:1]
     return tuple(others)
@@ -269,8 +269,13 @@ def _meets(
     stream: int,
     styles: Mapping[str, Style],
     multihead: Set[str],
+    entered: Set[str],
 ) -> bool:
-    """Whether what becomes of a tensor in an element meets the stream, and not its columns."""
+    """Whether what becomes of a tensor in an element meets the stream, and not its columns.
+
+    Args:
+        entered: modules that the stream enters whole, for all of their code.
+    """
     apart, streams, columns = {other}, {stream}, set[int]()
     met = False
     for op in trace.ops[call.first_op : call.last_op]:
@@ -278,6 +283,7 @@ def _meets(
         within = [styles[path] for path in around if path in styles]
         whole = not around.isdisjoint(multihead)
         cut = any(style.columns for style in within) or not columns.isdisjoint(op.inputs)
+        cut = cut or not around.isdisjoint(entered)
         if (cut or whole) and not apart.isdisjoint(op.inputs):
             return False
         if whole or any(style.sums for style in within):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 
 from torch import nn
@@ -123,8 +124,7 @@ class Outcome:
         if style.sums or (style.rows and name not in self.flow.in_region):
             return self.sequence_parallel
         on_stream = self.sequence_parallel and name in self.flow.on_stream
-        around = owner in self.containers()
-        if on_stream and around and name not in self.flow.elsewhere:
+        if on_stream and owner in self.containers and name not in self.flow.elsewhere:
             return False  # the ops on the stream in its global form sum it themselves
         return name in self.flow.in_region or on_stream
 
@@ -135,7 +135,7 @@ class Outcome:
         shared = self.sizes.stacked.get(path)
         return None if shared is None else Summed((), shared.added)
 
-    @property
+    @functools.cached_property
     def partial(self) -> frozenset[str]:
         """Row-parallel layers that do not reduce what they give."""
         return frozenset[str]().union(*(region.rows for region in self.bare.values()))
@@ -144,6 +144,7 @@ class Outcome:
         """The modules of whose style something is true."""
         return {path for path, style in self.styles.items() if getattr(style, trait)}
 
+    @functools.cached_property
     def containers(self) -> set[str]:
         """The modules that the stream passes through in its global form."""
         called = {call.path for call in self.trace.calls}
@@ -156,7 +157,7 @@ class Outcome:
         }
 
     def module_plans(self) -> dict[str, ModulePlan]:
-        containers = self.containers()
+        containers = self.containers
         narrowed = (b for found in self.boundaries.values() for b in found if b.narrowed)
         widened = {consumer for boundary in narrowed for consumer in boundary.consumers}
         plans = {}
@@ -257,7 +258,7 @@ class Outcome:
         return None
 
     def _in_element(self, path: str) -> bool:
-        return any(e and (path == e or path.startswith(e + ".")) for e in self.elements)
+        return any(p in self.elements for p in (path, *_parents(path)) if p)
 
     def torn(self, name: str) -> bool:
         """Whether a replicated parameter's gradient is a part here and the whole there."""

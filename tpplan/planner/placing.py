@@ -104,6 +104,8 @@ class Placing:
         """Where a parameter goes, by any of its names."""
         own = self.matches.parameters.get(parameter)
         if own is not None:
+            if parameter in self.sizes.parameters:
+                return self.sizes.parameters[parameter]
             held = self.model.get_parameter(parameter)
             return named(own.style).place(held, own, self.sizes.tp)
         owner, leaf = self.owner(parameter), parameter.rpartition(".")[2]

@@ -11,11 +11,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compiled import ModulePlan
-from tpplan.language import Rule
 from tpplan.layout import Rows
 from tpplan.planner.attributes import assign
 from tpplan.roles.heads import keep_own
-from tpplan.styles import named
 
 
 @contextlib.contextmanager
@@ -23,7 +21,7 @@ def as_rank(
     model: nn.Module,
     plans: Mapping[str, ModulePlan],
     inner: Iterable[str],
-    bare: Mapping[str, Rule],
+    bare: Mapping[str, Placement],
     lists: Iterable[str],
     place: tuple[int, int],
 ) -> Iterator[None]:
@@ -31,7 +29,7 @@ def as_rank(
 
     Args:
         inner: modules on sharded columns or heads, which run on the rank's part.
-        bare: parameters that are cut by a rule of their own.
+        bare: parameters that are cut by a rule of their own, and how.
         lists: those with a module for each head.
     """
     rank, tp = place
@@ -43,10 +41,9 @@ def as_rank(
         cut = Shard(1 if isinstance(module, nn.Embedding) else 0)
         for leaf in plans[path].parameters:
             tables[id(module), leaf] = module._parameters, leaf, cut
-    for name, rule in bare.items():
+    for name, placed in bare.items():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        placed = named(rule.style).place(module._parameters[leaf], rule, tp)  # type: ignore[arg-type]
         tables[id(module), leaf] = module._parameters, leaf, placed
     for table, leaf, placed in tables.values():
         before.append(_cut(table, leaf, placed, rank, tp))

@@ -70,7 +70,8 @@ class Regions:
     def _failure(self, calls: Sequence[Call]) -> Failure | None:
         found = self.found
         plans, parameters = found.module_plans(), found.matches.parameters
-        bare = {n: r for n, r in parameters.items() if named(r.style).sharded}
+        placement = found.placing.placement
+        bare = {n: (r, placement(n)) for n, r in parameters.items() if named(r.style).sharded}
         columns = found.sizes.columns | found.multihead
         cut = (found.sizes.layouts, columns, bare, found.placing.lists)
         tried = (prove(found.model, plans, *cut, found.tp, call) for call in calls)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import unfused
@@ -62,7 +63,7 @@ def prove(
     plans: Mapping[str, ModulePlan],
     layouts: Mapping[str, Rows],
     columns: set[str],
-    bare: Mapping[str, Rule],
+    bare: Mapping[str, tuple[Rule, Placement]],
     lists: set[str],
     tp: int,
     call: tuple[tuple[Any, ...], dict[str, Any]],
@@ -72,7 +73,7 @@ def prove(
     Args:
         layouts: the rows of those column-parallel layers that are not simply cut evenly.
         columns: the column-parallel projections (others with that style run their own forward).
-        bare: parameters that are cut by a rule of their own.
+        bare: parameters that are cut by a rule of their own, and how.
         lists: those with a module for each head.
     """
     replay = _Replay(model, plans, layouts, columns, bare, lists, tp)
@@ -106,7 +107,7 @@ class _Replay:
         plans: Mapping[str, ModulePlan],
         layouts: Mapping[str, Rows],
         columns: set[str],
-        bare: Mapping[str, Rule],
+        bare: Mapping[str, tuple[Rule, Placement]],
         lists: set[str],
         tp: int,
     ) -> None:
@@ -161,11 +162,12 @@ class _Replay:
         """Run two of the elements of the stack that are alike, and the last; skip the others."""
         rules = {path: plan.rule for path, plan in self.plans.items() if plan.rule is not None}
         shared = shared_tensors(model)
+        bare = {name: rule for name, (rule, _) in self.bare.items()}
         alike: dict[Hashable, list[str]] = {}
         for path, plan in self.plans.items():
             if plan.element is not None:
                 layer = model.get_submodule(path)
-                told = identity(layer, path, {**rules, **self.bare}, shared)
+                told = identity(layer, path, {**rules, **bare}, shared)
                 alike.setdefault((folded(path), told), []).append(path)
         for key, paths in alike.items():
             for place, path in enumerate(paths):
@@ -189,7 +191,8 @@ class _Replay:
 
     def own(self, rank: int) -> AbstractContextManager[None]:
         """With every attribute and bare parameter at the value it has on a rank."""
-        return as_rank(self.model, self.plans, self.inner, self.bare, self.lists, (rank, self.tp))
+        bare = {name: placed for name, (_, placed) in self.bare.items()}
+        return as_rank(self.model, self.plans, self.inner, bare, self.lists, (rank, self.tp))
 
     def run(self, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int | None) -> None:
         self.rank, self.at, self.running = rank, 0, []

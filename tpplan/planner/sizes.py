@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from tpplan.language import Rule
-from tpplan.layout import MisfitError, Rows
+from tpplan.layout import MisfitError, Rows, rows_of
 from tpplan.observe.experts import inner_columns
 from tpplan.observe.likeness import identity
 from tpplan.observe.products import Products
@@ -37,6 +37,7 @@ class Sizes:
         geometry: the heads.
         attributes: module path -> attribute -> (present value, value per rank).
         cut: module path -> tensor of its own -> the dimension of its heads, and how many.
+        parameters: the rows of parameters that have rules of their own, with sized parts.
         stacked: module path -> how the ranks share the experts that it holds.
         head_inputs: module path -> arguments of which each rank takes its heads.
     """
@@ -53,6 +54,7 @@ class Sizes:
         self.columns: set[str] = set()
         self.transposed: set[str] = set()
         self.layouts: dict[str, Rows] = {}
+        self.parameters: dict[str, Rows] = {}
         self.stacked: dict[str, Stacked] = {}
         self.attributes: dict[str, dict[str, tuple[int, int]]] = {}
         self.cut: dict[str, dict[str, tuple[int, int]]] = {}
@@ -103,6 +105,7 @@ class Sizes:
                     said += f", but viewed as {view} it looks like {view[0]} parts side by side"
                     fit = f"{fit}; if they are parts, say so with {packed_heads(view[0])}"
                 misfits.setdefault(fit, {})[path] = said
+        self._size_parameters(misfits)
         for fit, found in misfits.items():
             whole = f"make it {REPLICATE.name}, with what belongs to its block"
             self.complaints.by_rule(found, f"tp may be {fit}" if fit else whole)
@@ -113,6 +116,27 @@ class Sizes:
             for path, rule in self.rules.items()
             if rule.options.get("head_inputs")
         }
+
+    def _size_parameters(self, misfits: Misfits) -> None:
+        """The parts of bare parameters whose rules say how large each is."""
+        for name, rule in self.complaints.matches.parameters.items():
+            packed = rule.options.get("packed")
+            if not isinstance(packed, Mapping) or "sizes" not in packed:
+                continue
+            parts = self.geometry.sized(rule, name.rpartition(".")[0])
+            parameter = self.model.get_parameter(name)
+            dim = int(rule.options.get("dim", 0)) % parameter.dim()  # type: ignore[call-overload]
+            total = sum(part.size for part in parts)
+            if total != parameter.shape[dim]:
+                said = f"packed: the parts are {total}, not the {parameter.shape[dim]}"
+                where = rule.option_positions.get("packed", rule.position)
+                self.complaints.say(f"{fold([name])}: {said} of dimension {dim}", where)
+                continue
+            try:
+                self.parameters[name] = rows_of(parts, 1, self.tp, dim)
+            except MisfitError as error:
+                fit = divisors(*(part.units for part in parts))
+                misfits.setdefault(fit, {})[name] = f"{rule.style}: {error}"
 
     def share_experts(self, path: str, rule: Rule, misfits: Misfits) -> None:
         """What each rank has of stacked experts; those of modules that are alike, once."""

@@ -10,7 +10,7 @@ from tpplan.observe.trace import Call, Op, Trace
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.infer import VIEWS
 from tpplan.planner.match import fold
-from tpplan.styles import NONE, named
+from tpplan.styles import named
 
 _SAME = VIEWS | {"alias", "clone", "contiguous"}
 
@@ -20,6 +20,7 @@ def reduced_together(
     rules: Mapping[str, Rule],
     elements: Mapping[str, Element],
     complaints: Complaints,
+    blocks: Mapping[str, Rule],
 ) -> dict[str, tuple[str, ...]]:
     """Row-parallel layer -> the layers, in order of execution, that are reduced with it.
 
@@ -28,15 +29,17 @@ def reduced_together(
 
     Args:
         traces: in evaluation and in training: a dropout between two layers keeps them apart.
+        blocks: those of experts, which are reduced as such layers are, and the experts' rule.
     """
     groups: dict[str, list[str]] = {}
-    for element, calls in _runs(traces[0], rules, elements):
+    summing = {**_summing(rules), **blocks}
+    for element, calls in _runs(traces[0], summing, elements):
         members = groups.setdefault(element.path, [])
         members += [call.path for call in calls if call.path not in members]
     result: dict[str, tuple[str, ...]] = {}
     for path, members in groups.items():
         runs = [
-            [run for run in _runs(trace, rules, elements) if run[0].path == path]
+            [run for run in _runs(trace, summing, elements) if run[0].path == path]
             for trace in traces
         ]
         if len(members) > 1 and all(
@@ -47,13 +50,24 @@ def reduced_together(
         ):
             result.update(dict.fromkeys(members, tuple(members)))
             continue
-        asked = [path for path in members if rules[path].options.get("reduce") == "together"]
+        asked = [path for path in members if summing[path].options.get("reduce") == "together"]
         for path in asked[:1]:
-            rule = rules[path]
+            rule = summing[path]
             where = rule.option_positions.get("reduce", rule.position)
             message = f"{fold(members)}: reduce: the model does more than add their outputs"
             complaints.say(message, where, "leave 'reduce' out, each is reduced on its own then")
     return result
+
+
+def _summing(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """The row-parallel layers that may be reduced together with others."""
+    found = {}
+    for path, rule in rules.items():
+        style = named(rule.style)
+        alone = style.scatters(rule.options) or rule.options.get("reduce") == "separate"
+        if style.sums and not alone:
+            found[path] = rule
+    return found
 
 
 def _runs(
@@ -62,11 +76,7 @@ def _runs(
     """Each call of an element, and the calls in it of layers that may be reduced together."""
     runs: dict[int, list[Call]] = {}
     for call in trace.calls:
-        rule = rules.get(call.path)
-        style = NONE if rule is None else named(rule.style)
-        if rule is None or not style.sums or style.scatters(rule.options):
-            continue
-        if rule.options.get("reduce") == "separate":
+        if call.path not in rules:
             continue
         element = next((c for c in trace.ancestors(call.index) if c.path in elements), None)
         if element is not None:

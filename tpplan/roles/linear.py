@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -80,29 +81,35 @@ class RowwiseTogether(Rowwise):
     """
 
     def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
-        state = self._tpplan
-        stream, partners = state.stream, state.plan.together
         weight, *bias = self._locals()
-        partial = self._tpplan_project(input, weight)
-        parts = stream.parts
-        if parts is None or parts.grad is not torch.is_grad_enabled():
-            return reduced(self, partial, bias)
-        kept, biases = parts.kept.pop(partners, (None, ()))
-        if kept is not None:
-            partial = kept + partial
-        biases = (*biases, *bias)
-        if state.plan.path != partners[-1]:
-            parts.kept[partners] = (partial, biases)
-            rows = list(partial.shape)
-            if stream.sequence_parallel and stream.length is not None:
-                dim = min(stream.dim, partial.dim() - 2)
-                rows[dim] = chunk(rows[dim], state.transition.group.size)
-            return partial.new_zeros(()).expand(rows)
-        return reduced(self, partial, biases)
+        return reduced_together(self, self._tpplan_project(input, weight), bias)
+
+
+def reduced_together(
+    module: Lowered, partial: torch.Tensor, bias: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """Zeros, or of the last of what is reduced together the sum of all of it."""
+    state = module._tpplan
+    stream, partners = state.stream, state.plan.together
+    parts = stream.parts
+    if parts is None or parts.grad is not torch.is_grad_enabled():
+        return reduced(module, partial, bias)
+    kept, biases = parts.kept.pop(partners, (None, ()))
+    if kept is not None:
+        partial = kept + partial
+    biases = (*biases, *bias)
+    if state.plan.path != partners[-1]:
+        parts.kept[partners] = (partial, biases)
+        rows = list(partial.shape)
+        if stream.sequence_parallel and stream.length is not None:
+            dim = min(stream.dim, partial.dim() - 2)
+            rows[dim] = chunk(rows[dim], state.transition.group.size)
+        return partial.new_zeros(()).expand(rows)
+    return reduced(module, partial, biases)
 
 
 def reduced(
-    module: Lowered, partial: torch.Tensor, biases: tuple[torch.Tensor, ...] | list[torch.Tensor]
+    module: Lowered, partial: torch.Tensor, biases: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
     """The sum of all ranks' ``partial``, whole or as this rank's rows, and the biases once."""
     state = module._tpplan

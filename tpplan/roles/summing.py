@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tpplan.places import at, taken, with_at
-from tpplan.roles.linear import reduced
+from tpplan.roles.linear import reduced, reduced_together
 from tpplan.roles.lowered import LocalParameters
 
 
@@ -31,12 +31,14 @@ class Summing(LocalParameters):
 
     def _tpplan_reduced(self, part: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
         stream, boundaries = self._tpplan.stream, self._tpplan.plan.boundaries
+        if self._tpplan.plan.together:
+            return reduced_together(self, part)
         entered = taken(boundaries[0].arguments[0], args, kwargs) if boundaries else None
         if stream.sequence_parallel and entered is not None and entered.dim() > part.dim() == 2:
             # tokens without their batch, of which each rank is to have its rows of every sequence
             rows = entered.shape[:-1]
-            return reduced(self, part.view(*rows, part.shape[-1]), []).flatten(0, len(rows) - 1)
-        return reduced(self, part, [])
+            return reduced(self, part.view(*rows, part.shape[-1])).flatten(0, len(rows) - 1)
+        return reduced(self, part)
 
     def _locals(self) -> Sequence[torch.Tensor]:
         state, locals_ = self._tpplan, super()._locals()

@@ -46,6 +46,10 @@ class Fold:
         """How many periods the shortest list lacks."""
         return (self.length - self.kept) // self.period
 
+    def shortened(self, more: int) -> Fold:
+        """The fold of the list that is ``more`` periods longer than the shortest."""
+        return replace(self, length=self.kept + more * self.period)
+
     def repeats(self, index: int) -> bool:
         """Whether an element of the shortest list is of the period that is left out elsewhere."""
         return self.start <= index < self.start + self.period
