@@ -319,6 +319,39 @@ class AcrossHeads(MLP):
         return (y.unflatten(-1, (-1, 8)) * factors).flatten(-2)
 
 
+class Experts(Quiet):
+    """Four gated MLPs in one tensor each, (experts, in, out), gate and up in turns, with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.empty(4, WIDTH, 2 * INNER))
+        self.bias = nn.Parameter(torch.empty(4, 2 * INNER))
+        self.narrow = nn.Parameter(torch.empty(4, INNER, WIDTH))
+        self.shift = nn.Parameter(torch.empty(4, WIDTH))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(4):
+            rows, places = torch.where(chosen == expert)
+            y = x[rows] @ self.wide[expert] + self.bias[expert]
+            y = (y[:, ::2].sigmoid() * y[:, 1::2]) @ self.narrow[expert] + self.shift[expert]
+            out = out.index_add(0, rows, (y * factors[rows, places, None]).to(out.dtype))
+        return out
+
+
+class Mixture(Quiet):
+    """Two of four experts for each token, and an MLP for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = nn.Linear(WIDTH, 4), Experts(), MLP(out_bias=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.view(-1, x.size(-1))
+        factors, chosen = self.router(rows).softmax(-1).topk(2)
+        return self.experts(rows, chosen, factors).view_as(x) + self.shared(x)
+
+
 class Inner(Layer):
     """A layer around any module called ``mlp``."""
 
@@ -409,6 +442,16 @@ def _attention(make: Callable[[int], nn.Module], parts: str = "q", **rules: Any)
 
 
 BLOCKS: Mapping[str, Block] = {
+    "experts": Block(
+        lambda: Stack(lambda i: Inner(i, Mixture())),
+        {
+            "layers.*.mlp.router": "replicate",
+            "layers.*.mlp.experts": "experts",
+            "layers.*.mlp.shared.fc": "colwise",
+            "layers.*.mlp.shared.out": "rowwise",
+        },
+        MLP_ALONE,
+    ),
     "colwise and rowwise": _mlp(MLP),
     "biases": _mlp(lambda: MLP(bias=True, out_bias=True)),
     "transposed": _mlp(Transposed),

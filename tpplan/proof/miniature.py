@@ -29,8 +29,8 @@ from tpplan.styles import named
 
 _LARGE = 2**16
 _RANK = 8
-# numbers of float64 that a proof may hold: 2 GiB
-_MOST = 2**28
+# numbers of float64 that a proof may hold, the unsharded model and a copy on every rank: 8 GiB
+_MOST = 2**30
 
 
 class Thin:
@@ -121,7 +121,7 @@ def miniature(
         if not any(path == s or path.startswith(f"{s}.") for s in skipped)
     }
     narrow = _thin(modules, compiled) if thin else {}
-    budget = _MOST
+    budget = _MOST // (compiled.tp + 2)
     experts = thin_experts(modules, compiled) if thin else {}
     for path, few in experts.items():
         for leaf, shape in few.shapes.items():
@@ -196,6 +196,9 @@ def _thin(modules: Mapping[str, nn.Module], compiled: CompiledPlan) -> dict[int,
 
 def _uncut(module: nn.Module, plan: ModulePlan | None, placement: Placement) -> int | None:
     """The dimension of a module's weight that no rank cuts; None where it is not a mere product."""
+    if plan is not None and named(plan.style).multiplies(plan, module):
+        out, into = module._parameters["weight"].shape  # type: ignore[union-attr]
+        return int(into >= out)
     # the others run their own code on the weight as it is
     if plan is None or not (plan.projection or named(plan.style).answers):
         return None

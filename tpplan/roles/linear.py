@@ -26,6 +26,14 @@ class Colwise(Lowered):
         return self._tpplan_project(input, weight, *bias)
 
 
+class WholeLinear(Lowered):
+    """Y = X A + b, all of it on every rank."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight, *bias = self._locals()
+        return self._tpplan_project(input, weight, *bias)
+
+
 class Rowwise(Lowered):
     """Y = sum_i X_i A_i + b: the input is this rank's columns, the bias is added once.
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from tpplan.compiled import ModulePlan
+from tpplan.roles.linear import WholeLinear
 from tpplan.roles.sequence import Apart, OnDetour
-from tpplan.styles.style import Roles, Style
+from tpplan.styles.style import Roles, Style, runs_as
 
 if TYPE_CHECKING:
     from tpplan.observe.trace import Call
@@ -36,9 +37,15 @@ class Whole(Style):
         """The stream, where it was gathered for it."""
         walk.gives_rows(call)
 
+    def multiplies(self, plan: ModulePlan, module: nn.Module) -> bool:
+        """A Linear whose weight no other code reads."""
+        return runs_as(module, nn.Linear) and not plan.read and plan.summed is None
+
     def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
         """On the whole of the stream it goes there and back."""
         inner, _ = super().roles(plan, module, fused)
+        if self.multiplies(plan, module):
+            inner = [WholeLinear]
         if plan.detour is not None:
             return [OnDetour, *inner], None
         return ([Apart] if plan.element is None else []) + inner, None

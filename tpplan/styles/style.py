@@ -121,6 +121,10 @@ class Style:
     def leave(self, walk: Walk, call: Call) -> None:
         """What a call gives: sharded columns, the stream, or something whole."""
 
+    def multiplies(self, plan: ModulePlan, module: nn.Module) -> bool:
+        """Whether a module that is whole is run as a product with its weight."""
+        return False
+
     def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
         """The classes that a module takes on, beside those that go by where it is.
 
