@@ -62,7 +62,7 @@ _SIZES: dict[str, Any] = {
         (2, "zero_expert_num"),
         # latent attention
         (32, "q_lora_rank"),
-        (16, "kv_lora_rank o_lora_rank"),
+        (16, "kv_lora_rank o_lora_rank router_hidden_size"),
         (8, "qk_nope_head_dim qk_rope_head_dim v_head_dim index_head_dim index_n_heads index_topk"),
         # linear attention and state spaces
         (4, "linear_num_key_heads"),
@@ -98,6 +98,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
     },
+    "cohere2_moe": {"mlp_layer_types": ["dense", "sparse"]},
     "codegen": {"n_head": 16},  # four blocks of heads on each rank
     "dbrx": {
         "attn_config": {"kv_n_heads": 4, "clip_qkv": 8.0, "rope_theta": 10000.0},
@@ -120,10 +121,12 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4_text": {"moe_layers": [1]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "phi4_multimodal_audio": {
         "num_blocks": 2,
@@ -131,6 +134,9 @@ _OWN: dict[str, dict[str, Any]] = {
         "depthwise_separable_out_channel": 64,
         "nemo_conv_channels": 16,
     },
+    "phimoe": {"attention_bias": True, "lm_head_bias": True},
+    "qwen2_moe": {"mlp_only_layers": [0]},
+    "qwen3_moe": {"mlp_only_layers": [0], "attention_bias": True},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
@@ -138,6 +144,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "mellum": {"mlp_layer_types": ["dense", "sparse"]},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {

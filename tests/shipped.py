@@ -35,6 +35,11 @@ def listed() -> list[str]:
     return [label for label in zoo.makers() if class_of(label) in plans()]
 
 
+def mixture(label: str) -> bool:
+    """Whether a model has experts: there are many of them, built much alike."""
+    return any(rule.style == "experts" for rule in plans()[class_of(label)].rules)
+
+
 def in_turn(labels: list[str], share: int) -> list[tuple[str, int, bool]]:
     """Model, tp, sequence parallelism: all ways of all, or one way of one model in ``share``."""
     if EVERYTHING:

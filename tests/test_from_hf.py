@@ -183,11 +183,77 @@ def test_a_plan_for_the_head_alone() -> None:
     assert message == "the transformers plan of BambaForCausalLM shards no layer, only lm_head"
 
 
+# family -> what of its config makes a small mixture with everything that the family may have
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [0],
+    },
+    "Glm4Moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "head_dim": 8,
+    },
+    "GraniteMoeSWA": {"num_local_experts": 4, "shared_intermediate_size": 48},
+}
+
+
+def mixture(family: str, device: str = "cpu") -> Any:
+    return hf(family, device=device, vocab_size=136, **MIXTURES[family])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_are_proved(family: str) -> None:
+    model = mixture(family)
+    plan = tpplan.from_hf(model)
+    for sp in (False, True):
+        found = verify(model, plan, 2, sequence_parallel=sp)
+        assert found.gradient_error < 1e-5
+        assert found.rank_share < 0.55
+
+
 def test_experts() -> None:
-    model = hf("Mixtral", device="meta", num_local_experts=4)
-    message, hint = refusal(model)
-    assert message.startswith("model.layers.*.mlp.experts (2 of them): experts")
-    assert "'replicate'" in hint
+    found = styles(tpplan.from_hf(mixture("Mixtral", "meta")))
+    layer = "model.layers.*.mlp"
+    assert {p: s for p, s in found.items() if p.startswith(layer)} == {
+        f"{layer}.gate": "replicate",
+        f"{layer}.experts": "experts",
+    }
+
+
+def test_an_mlp_that_transformers_leaves_whole() -> None:
+    model = mixture("Qwen2Moe", "meta")
+    assert not any("shared" in pattern for pattern in model._tp_plan)
+    found = styles(tpplan.from_hf(model))
+    block = "model.layers.*.mlp"
+    assert {p: s for p, s in found.items() if p.startswith(f"{block}.shared")} == {
+        f"{block}.shared_expert.gate_proj": "colwise",
+        f"{block}.shared_expert.up_proj": "colwise",
+        f"{block}.shared_expert.down_proj": "rowwise",
+        f"{block}.shared_expert_gate": "replicate",
+    }
+    assert found[f"{block}.gate_proj"] == "colwise"  # of the layer without experts
+    # one beside the block, with both of its halves in one layer
+    plan = tpplan.from_hf(mixture("GraniteMoeSWA", "meta"))
+    found = styles(plan)
+    assert found["model.layers.*.shared_mlp.output_linear"] == "rowwise"
+    (rule,) = [r for r in plan.rules if r.pattern.text.endswith("input_linear")]
+    assert rule.style == "colwise"
+    assert dict(rule.options) == {"packed": {"parts": ("gate", "up")}}
+
+
+def test_experts_that_are_not_stacked() -> None:
+    model = hf("Llama", device="meta")
+    model._tp_plan["model.layers.*.mlp"] = "moe_tp_experts"
+    message, _ = refusal(model)
+    assert message.startswith("model.layers.*.mlp (2 of them): no experts in parameters")
 
 
 def test_unknown_styles() -> None:

@@ -1,7 +1,8 @@
 """Every shipped plan on the models it lists: proved on simulated ranks.
 
 There are four ways to run each model (tp 2 and 4, TP and TP+SP). A run of the suite takes one of
-them for every fourth model, in turn; ``make zoo`` takes them all.
+them for every fourth model, in turn, of mixtures of experts for every sixteenth; ``make zoo`` takes
+them all.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import pytest
 
 import tpplan
 from benchmarks import zoo
-from tests.shipped import EVERYTHING, class_of, in_turn, listed, plans
+from tests.shipped import EVERYTHING, class_of, in_turn, listed, mixture, plans
 from tests.thorough import turn
 from tpplan.kernels import launch
 from tpplan.shipped import shipped_plans
@@ -20,6 +21,15 @@ ABOVE_THE_FLOOR = {
     "gpt_neox.yaml": "two norms on one input",
     "falcon.yaml": "two norms on one input (40B)",
     "olmo2.yaml": "norms over the sharded width",
+    "olmoe.yaml": "norms over the sharded width",
+    "flex_olmo.yaml": "norms over the sharded width",
+    "granitemoeshared": "the MLP beside the experts is reduced by itself",
+    "granitemoe_swa": "the MLP beside the experts is reduced by itself",
+    "granitemoehybrid.yaml": "state-space layers gather the sequence for themselves",
+    "jamba.yaml": "state-space layers gather the sequence for themselves",
+    "deepseek_v4.yaml": "attention gathers the sequence for itself",
+    "zaya.yaml": "attention gathers the sequence for itself",
+    "qwen4_exp.yaml": "the mixer after the last layer is given the whole sequence",
     "vit.yaml": "the class token is picked out of the whole sequence",
     "t5.yaml": "the encoder's output is gathered, once for all layers and once for the caller",
     "bart.yaml": "the encoder's output is gathered, once for all layers and once for the caller",
@@ -47,7 +57,10 @@ def interpreted(name: str) -> bool:
     return launch.interpreted() and (EVERYTHING or second)
 
 
-CASES = in_turn(listed(), 4)
+CASES = [
+    *in_turn([label for label in listed() if not mixture(label)], 4),
+    *in_turn([label for label in listed() if mixture(label)], 16),
+]
 
 
 @pytest.mark.parametrize(("name", "tp", "sp"), CASES)

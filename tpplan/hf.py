@@ -1,8 +1,9 @@
 """The tensor-parallel plan that a transformers model carries, as a plan for tpplan.
 
 transformers names the sharded layers and leaves the rest out: norms, position embeddings, often
-the embedding and the head. What is left out is found in the module tree, whatever its names. Of
-transformers itself nothing is imported: a model carries its plan as an attribute.
+the embedding and the head, routers, experts that every token goes through. What is left out is
+found in the module tree, whatever its names. Of transformers itself nothing is imported: a model
+carries its plan as an attribute.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tpplan.planner.match import fold, folded
 from tpplan.shipped import shipped_plans
 from tpplan.styles import STYLES
 from tpplan.styles.colwise import COLWISE
+from tpplan.styles.experts import EXPERTS
 from tpplan.styles.replicate import REPLICATE
 from tpplan.styles.rowwise import ROWWISE
 from tpplan.styles.sequence_parallel import SEQUENCE_PARALLEL
@@ -42,7 +44,7 @@ _GATHERING = frozenset({"colwise_gather_output", "colwise_rep"})
 _SPLITTING = frozenset({"rowwise_split_input", "rowwise_rep"})
 _SILENT = frozenset({"local_params"})  # how transformers runs a module, not how it is sharded
 _SHARDED = frozenset({COLWISE.name, ROWWISE.name})
-_EXPERTS = ("moe", "ep", "grouped")  # the first word of styles for mixtures of experts
+_EXPERTS = ("moe", "ep", "grouped")  # the first word of styles for experts of a mixture
 _KNOWN = _GATHERING | _SPLITTING | _SILENT | set(_STYLES)
 
 
@@ -77,11 +79,13 @@ class _Reader:
         self.modules = dict(model.named_modules())
         self.parameters = dict(model.named_parameters())
         self.entries = self.carried()
+        self.experts = self.stacked()
         self.ends = self.embedding_and_head()
 
     def plan(self) -> Plan:
         self.refuse()
         styles = self.translated()
+        self.complete_blocks(styles)
         self.complete(styles)
         content = {
             "tpplan": 1,
@@ -143,20 +147,19 @@ class _Reader:
             named = ", ".join(entry.pattern for entry in self.entries)
             message = f"the transformers plan of {self.who} shards no layer, only {named}"
             raise PlanError([Diagnostic(message, hint=self.instead())])
-        experts: list[str] = []
+        strange: list[str] = []
         unknown: dict[str, list[str]] = {}
         for entry in self.entries:
-            if self.of_experts(entry):
-                experts += entry.paths
+            paths = [path for path in entry.paths if not self.of_experts(path)]
+            if entry.style.split("_")[0] in _EXPERTS:
+                strange += paths
             elif entry.style not in _KNOWN:
-                paths = [path for path in entry.paths if path not in self.ends]
+                paths = [path for path in paths if path not in self.ends]
                 unknown.setdefault(entry.style, []).extend(paths)
         problems = []
-        if experts:
-            outer = [p for p in experts if not any(a in experts for a in _ancestors(p))]
-            message = f"{fold(outer)}: experts of a mixture are not supported by this version"
-            hint = f"a plan of your own can leave them whole, with '{REPLICATE.name}'"
-            problems.append(Diagnostic(message, hint=hint))
+        if strange:
+            message = f"{fold(strange)}: no experts in parameters (experts, rows, columns)"
+            problems.append(Diagnostic(message, hint=self.instead()))
         for style, paths in unknown.items():
             if paths:
                 message = f"{fold(paths)}: nothing in tpplan is like transformers' '{style}'"
@@ -171,10 +174,15 @@ class _Reader:
             return f"tpplan has a plan for it: '{shipped[0]}'"
         return "write a plan for it; 'tpplan list' shows those to start from"
 
-    def of_experts(self, entry: _Entry) -> bool:
-        """Whether an entry speaks of experts: by its style, or of the weights of them all."""
-        parameters = (self.parameters[path] for path in entry.paths if path in self.parameters)
-        return entry.style.split("_")[0] in _EXPERTS or any(p.dim() > 2 for p in parameters)
+    def stacked(self) -> tuple[str, ...]:
+        """The modules with the weights of all experts of a mixture that the plan names."""
+        named = {path for entry in self.entries for path in entry.paths}
+        named |= {_parent(path) for path in named if path in self.parameters}
+        return tuple(p for p, m in self.modules.items() if p in named and _is_stacked(m))
+
+    def of_experts(self, path: str) -> bool:
+        """Whether it is a module with the experts of a mixture, or what lies in one."""
+        return not {path, *_ancestors(path)}.isdisjoint(self.experts)
 
     # --- the same in the words of tpplan
 
@@ -187,12 +195,15 @@ class _Reader:
         styles: dict[str, Style] = {}
         for entry in self.entries:
             for path in entry.paths:
+                if self.of_experts(path):
+                    continue
                 if entry.style in _STYLES:
                     styles[path] = _STYLES[entry.style]
                 elif entry.style in _GATHERING | _SPLITTING:
                     split = entry.style in _SPLITTING
                     sharded = ROWWISE.name if split else _GATED if path in gated else COLWISE.name
                     styles[path] = sharded if _parent(path) in pairs else REPLICATE.name
+        styles.update(dict.fromkeys(self.experts, EXPERTS.name))
         styles.update(dict.fromkeys(self.ends, VOCAB.name))
         return styles
 
@@ -214,12 +225,40 @@ class _Reader:
 
     # --- what it leaves out
 
+    def complete_blocks(self, styles: dict[str, Style]) -> None:
+        """Add what is in the blocks of experts, or beside them: MLPs are shared out, too.
+
+        All else in a block is whole: routers, the gate of a shared expert.
+        """
+        layers = {_layer(path) for path in self.experts}
+        # in one that is a layer itself there may be anything
+        blocks = {_parent(path) for path in self.experts} - layers
+        spoken = {other for path in styles for other in (path, *_ancestors(path))}
+        width = self.width(styles)
+        for path, module in self.modules.items():
+            within = not blocks.isdisjoint(_ancestors(path))
+            if path not in spoken and (within or _parent(path) in layers):
+                styles.update({f"{path}.{name}": s for name, s in _mlp(module, width).items()})
+        for path in self.parameters:
+            outer = next((b for b in _ancestors(path) if b in blocks), None)
+            if outer is not None and not self.has_style(path, styles):
+                whole = path if _parent(path) == outer else _parent(path)
+                styles[whole] = REPLICATE.name
+
+    def has_style(self, path: str, styles: Mapping[str, Style]) -> bool:
+        """Whether there is a style for it, or for a module around it."""
+        return not {path, *_ancestors(path)}.isdisjoint(styles)
+
+    def width(self, styles: Mapping[str, Style]) -> int:
+        """How wide the stream is: what most row-parallel layers give."""
+        rows = [self.modules.get(p) for p, style in styles.items() if _name(style) == ROWWISE.name]
+        widths = Counter(getattr(module, "out_features", 0) for module in rows)
+        return widths.most_common(1)[0][0] if widths else 0
+
     def complete(self, styles: dict[str, Style]) -> None:
         """Add norms and position embeddings: those on the stream, and those in sharded regions."""
         sharded = {p: _name(style) for p, style in styles.items() if _name(style) in _SHARDED}
-        rows = [self.modules.get(path) for path, style in sharded.items() if style == ROWWISE.name]
-        widths = Counter(getattr(module, "out_features", 0) for module in rows)
-        width = widths.most_common(1)[0][0] if widths else 0
+        width = self.width(styles)
         layers = {_layer(path) for path in sharded} - {""} or {""}
         around = {ancestor for layer in layers for ancestor in _ancestors(layer)}
         regions = {_parent(path) for path, style in sharded.items() if style == COLWISE.name}
@@ -238,7 +277,7 @@ class _Reader:
             return SEQUENCE_PARALLEL.name if on_stream else None
 
         for path, module in self.modules.items():
-            if path not in styles and next(module.children(), None) is None:
+            if not self.has_style(path, styles) and next(module.children(), None) is None:
                 style = style_of(path, module)
                 if style is not None:
                     styles[path] = style
@@ -267,6 +306,39 @@ def _plan_of(module: nn.Module) -> Mapping[str, str] | None:
     """What transformers keeps of its plan on each of its models; None on other modules."""
     plan = getattr(module, "_tp_plan", None)
     return plan if isinstance(plan, Mapping) else None
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own with a matrix for each expert."""
+    return any(parameter.dim() > 2 for parameter in module.parameters(recurse=False))
+
+
+def _holds(module: nn.Module, inside: bool = True) -> bool:
+    """Whether a module has parameters."""
+    return next(module.parameters(recurse=inside), None) is not None
+
+
+def _mlp(module: nn.Module, width: int) -> dict[str, Style]:
+    """The styles of the layers of an MLP as wide as the stream; none where it is something else."""
+    inner = {name: child for name, child in module.named_children() if _holds(child)}
+    sizes = {
+        name: (child.in_features, child.out_features)
+        for name, child in inner.items()
+        if isinstance(child, nn.Linear)
+    }
+    if sizes.keys() != inner.keys() or _holds(module, inside=False):
+        return {}
+    downs = [name for name, (into, out) in sizes.items() if out == width != into]
+    if len(downs) != 1 or len(sizes) not in (2, 3):
+        return {}
+    (down,) = downs
+    columns = sizes[down][0]
+    ups: dict[str, Style] = {name: COLWISE.name for name in sizes if name != down}
+    if len(ups) == 1 and sizes[next(iter(ups))] == (width, 2 * columns):
+        ups = dict.fromkeys(ups, _GATED)
+    elif any(sizes[name] != (width, columns) for name in ups):
+        return {}
+    return {**ups, down: ROWWISE.name}
 
 
 def _name(style: Style) -> str:
