@@ -128,3 +128,23 @@ def test_routing(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
 @pytest.mark.matrix
 def test_generate(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, generation_job, name, sp))
+
+
+def ties_job(mesh: DeviceMesh, sp: bool) -> str:
+    """What is said where a rank's router orders the experts otherwise."""
+    _, model = pair("mixtral", mesh, sp)
+    ids = torch.randint(3, zoo.VOCAB, (2, 8), generator=torch.Generator().manual_seed(3))
+    if mesh.get_local_rank() == 1:
+        router: Any = model.get_submodule("model.layers.1.mlp.gate")
+        router.register_forward_hook(lambda _, args, out: (*out[:-1], out[-1].flip(-1)))
+    try:
+        model(input_ids=ids)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@MODES
+def test_ranks_that_route_otherwise(ranks: Ranks, sp: bool) -> None:
+    for said in ranks.run(2, ties_job, sp):
+        assert "model.layers.1.mlp.experts: rank 1 of the tensor-parallel group sends" in said
