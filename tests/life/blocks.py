@@ -442,6 +442,16 @@ def _attention(make: Callable[[int], nn.Module], parts: str = "q", **rules: Any)
 
 
 BLOCKS: Mapping[str, Block] = {
+    "whole experts": Block(
+        lambda: Stack(lambda i: Inner(i, Mixture())),
+        {
+            "layers.*.mlp.router": "replicate",
+            "layers.*.mlp.experts": {"style": "experts", "shard": "experts"},
+            "layers.*.mlp.shared.fc": "colwise",
+            "layers.*.mlp.shared.out": "rowwise",
+        },
+        MLP_ALONE,
+    ),
     "experts": Block(
         lambda: Stack(lambda i: Inner(i, Mixture())),
         {

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 
 from tests.mixtures import EXPERTS, INNER, LAYOUTS, WIDTH, Experts, Packed, Scaled
 from tpplan.layout import Rows
-from tpplan.observe.experts import inner_columns
+from tpplan.observe.experts import shared_experts
 from tpplan.observe.thin_experts import NotStackedError, Stacked, WidthError
 from tpplan.observe.trace import Call, Numbered, Trace
 from tpplan.planner.attributes import assign, named_in_code
@@ -17,13 +17,13 @@ from tpplan.planner.attributes import assign, named_in_code
 TOKENS, CHOSEN = 10, 2
 
 
-def found(module: nn.Module, tp: int, width: int = WIDTH) -> Stacked:
+def found(module: nn.Module, tp: int, width: int = WIDTH, whole: bool = False) -> Stacked:
     """What is found of a module that is called as the blocks here do."""
     trace = Trace()
     trace.shapes = {0: (TOKENS, width), 1: (TOKENS, CHOSEN), 2: (TOKENS, CHOSEN)}
     trace.floating = {0, 2}
     call = Call(0, "", None, {}, given=((Numbered(0), Numbered(1), Numbered(2)), {}))
-    return inner_columns(module, call, trace, named_in_code(module), tp, assign)
+    return shared_experts(module, call, trace, named_in_code(module), tp, assign, whole)
 
 
 def packed(inner: int, tp: int) -> Rows:
@@ -84,6 +84,20 @@ def test_a_width_that_the_ranks_do_not_divide(large: bool, monkeypatch: pytest.M
         found(Packed(), 3)
 
 
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("layout", [*LAYOUTS])
+def test_whole_experts(layout: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if large:
+        monkeypatch.setattr("tpplan.observe.experts._SMALL", 0)
+    module = LAYOUTS[layout]()
+    stacked = found(module, 2, whole=True)
+    assert stacked.cut == dict.fromkeys(dict(module.named_parameters()), Shard(0))
+    assert (stacked.width, stacked.added, stacked.whole) == (EXPERTS, (), True)
+    assert (stacked.thin is not None) is large
+    with pytest.raises(WidthError, match=f"tp 3 does not divide the {EXPERTS} experts"):
+        found(module, 3, whole=True)
+
+
 class Two(Packed):
     """Gives a tensor and something else."""
 
@@ -118,6 +132,31 @@ class Broken(Packed):
 def test_refused(make: type[Experts], message: str) -> None:
     with pytest.raises(NotStackedError, match=message):
         found(make(), 2)
+
+
+class WithScale(Packed):
+    """A parameter that is no expert's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, chosen, factors) * self.scale
+
+
+class AllTokens(Packed):
+    """Every expert is given tokens of its own, and nothing is chosen."""
+
+    def forward(self, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.expert(x[:5], torch.tensor(0)), self.expert(x[5:], torch.tensor(1))])
+
+
+def test_no_whole_experts() -> None:
+    with pytest.raises(NotStackedError, match="not of one expert each"):
+        found(WithScale(), 2, whole=True)
+    with pytest.raises(NotStackedError, match="do not add up to the whole"):
+        found(AllTokens(), 2, whole=True)
 
 
 def test_the_module_is_left_as_it_is() -> None:

@@ -23,11 +23,16 @@ ROUTED = ("mixtral", "qwen2_moe")  # with a loss that balances the experts
 RATE = 0.5
 
 
-def pair(name: str, mesh: DeviceMesh, sp: bool) -> tuple[nn.Module, nn.Module]:
-    """A model, and the same sharded."""
+def pair(name: str, mesh: DeviceMesh, sp: bool, whole: bool = False) -> tuple[nn.Module, nn.Module]:
+    """A model, and the same sharded; ``whole``: whether by whole experts."""
     reference = zoo.tiny(name)
+    plan = tpplan.load_plan("auto", reference)
+    if whole:
+        own = {"style": "experts", "shard": "experts"}
+        experts = {r.pattern.text: own for r in plan.rules if r.style == own["style"]}
+        plan = tpplan.load_plan({"tpplan": 1, "extends": plan.name, "rules": experts})
     model = tpplan.parallelize(
-        copy.deepcopy(reference), "auto", mesh=mesh, sequence_parallel=sp, prove=False
+        copy.deepcopy(reference), plan, mesh=mesh, sequence_parallel=sp, prove=False
     )
     return reference, model
 
@@ -53,10 +58,12 @@ def trained(model: Any, recompute: bool) -> list[torch.Tensor]:
     return losses
 
 
-def training_job(mesh: DeviceMesh, name: str, sp: bool, recompute: bool) -> Errors:
+def training_job(
+    mesh: DeviceMesh, name: str, sp: bool, recompute: bool, whole: bool = False
+) -> Errors:
     """Losses of two steps, and the parameters after them."""
     found = Findings()
-    reference, model = pair(name, mesh, sp)
+    reference, model = pair(name, mesh, sp, whole)
     theirs, ours = trained(reference, recompute), trained(model, recompute)
     for i, (due, got) in enumerate(zip(theirs, ours, strict=True)):
         found.add(f"loss {i}", error(due, got))
@@ -112,6 +119,14 @@ def generation_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
 @pytest.mark.matrix
 def test_training(ranks: Ranks, name: str, recompute: bool, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, training_job, name, sp, recompute))
+
+
+@MODES
+@SIZES
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.matrix
+def test_training_whole_experts(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, training_job, name, sp, False, True))
 
 
 @MODES

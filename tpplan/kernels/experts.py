@@ -8,33 +8,33 @@ of all chosen (token, expert) pairs, and the memory that their backward needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import register_flop_formula
 
 
 def _experts(
-    x: Tensor, others: Sequence[Tensor], parameters: Sequence[Tensor], slots: int
+    x: Tensor, others: Sequence[Tensor], parameters: Sequence[Tensor], slots: int, among: int
 ) -> tuple[Tensor, Tensor]:
     # a result of no meaning, for code that runs on
-    return torch.zeros_like(x), x.new_zeros(_kept(x, parameters, slots))
+    return torch.zeros_like(x), x.new_zeros(_kept(x, parameters, slots, among))
 
 
 def _fake(
-    x: Tensor, others: Sequence[Tensor], parameters: Sequence[Tensor], slots: int
+    x: Tensor, others: Sequence[Tensor], parameters: Sequence[Tensor], slots: int, among: int
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(_kept(x, parameters, slots))
+    return torch.empty_like(x), x.new_empty(_kept(x, parameters, slots, among))
 
 
-def _kept(x: Tensor, parameters: Sequence[Tensor], slots: int) -> int:
+def _kept(x: Tensor, parameters: Sequence[Tensor], slots: int, among: int) -> int:
     """How many numbers the backward keeps: each chosen row of ``x``, and what becomes of it."""
     width = x.shape[-1]
     made = sum(math.prod(p.shape[1:]) // width for p in parameters if p.dim() == 3)
-    return x.numel() // width * slots * (width + made)
+    return -(-(x.numel() // width * slots) // among) * (width + made)
 
 
 def _experts_backward(
@@ -44,6 +44,7 @@ def _experts_backward(
     others: Sequence[Tensor],
     parameters: Sequence[Tensor],
     slots: int,
+    among: int,
 ) -> list[Tensor]:
     return [torch.zeros_like(t) for t in (x, *others, *parameters) if t.is_floating_point()]
 
@@ -55,6 +56,7 @@ def _fake_backward(
     others: Sequence[Tensor],
     parameters: Sequence[Tensor],
     slots: int,
+    among: int,
 ) -> list[Tensor]:
     return [torch.empty_like(t) for t in (x, *others, *parameters) if t.is_floating_point()]
 
@@ -68,7 +70,7 @@ _backward_op.register_fake(_fake_backward)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    x, others, parameters, ctx.slots = inputs
+    x, others, parameters, ctx.slots, ctx.among = inputs
     ctx.count = len(others)
     ctx.save_for_backward(output[1], x, *others, *parameters)
 
@@ -76,38 +78,80 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> Any:
     kept, x, *rest = ctx.saved_tensors
     others, parameters = rest[: ctx.count], rest[ctx.count :]
-    made = iter(_backward_op(grad, kept, x, others, parameters, ctx.slots))
+    made = iter(_backward_op(grad, kept, x, others, parameters, ctx.slots, ctx.among))
     each = [next(made) if t.is_floating_point() else None for t in (x, *others, *parameters)]
-    return each[0], each[1 : 1 + ctx.count], each[1 + ctx.count :], None
+    return each[0], each[1 : 1 + ctx.count], each[1 + ctx.count :], None, None
 
 
 _op.register_autograd(_differentiate, setup_context=_setup)
 
 
-def _rows_times(x: Any, parameters: Any, slots: int) -> int:
-    rows = math.prod(x[:-1]) * slots
+def _rows_times(x: Any, parameters: Any, slots: int, among: int) -> int:
+    rows = math.prod(x[:-1]) * slots / among
     each = sum(math.prod(p[1:]) for p in parameters if len(p) == 3)
     return int(2 * rows * each)
 
 
 @register_flop_formula(torch.ops.tpplan.experts)
-def _flops(x: Any, others: Any, parameters: Any, slots: int, **_: Any) -> int:
-    return _rows_times(x, parameters, slots)
+def _flops(x: Any, others: Any, parameters: Any, slots: int, among: int, **_: Any) -> int:
+    return _rows_times(x, parameters, slots, among)
 
 
 @register_flop_formula(torch.ops.tpplan.experts_backward)
 def _flops_backward(
-    grad: Any, kept: Any, x: Any, others: Any, parameters: Any, slots: int, **_: Any
+    grad: Any, kept: Any, x: Any, others: Any, parameters: Any, slots: int, among: int, **_: Any
 ) -> int:
-    return 2 * _rows_times(x, parameters, slots)
+    return 2 * _rows_times(x, parameters, slots, among)
 
 
-def of_sizes(given: Any, parameters: Sequence[Tensor]) -> Tensor:
+def of_sizes(given: Any, parameters: Sequence[Tensor], among: int = 1) -> Tensor:
     """What a module of experts gives for ``given``, its arguments: a tensor like the first one.
 
     Whole numbers among the arguments are choices of experts, (tokens, chosen ones).
+
+    Args:
+        among: of how many such modules, each with other experts, this one is.
     """
     x, *others = (t for t in tree_leaves(given) if isinstance(t, Tensor))
     chosen = [t.shape[-1] for t in others if not t.is_floating_point() and t.dim()]
-    result: Tensor = _op(x, others, list(parameters), max(chosen, default=1))[0]
+    result: Tensor = _op(x, others, list(parameters), max(chosen, default=1), among)[0]
     return result
+
+
+def of_own(forward: Callable[..., Tensor], given: Any, first: int, count: int) -> Tensor:
+    """What ``count`` of the experts, from ``first`` on, add to what all of them give.
+
+    Args:
+        forward: of a module with these experts alone; it is given each token that chose one of
+            them as a row of its own.
+        given: the arguments: activations (tokens, width), and of the same shape (tokens, chosen)
+            whole numbers that choose experts, and their factors.
+
+    Raises:
+        ValueError: where the arguments are others.
+    """
+    x, chosen, factors = chosen_in(given)
+    rows, places = torch.where((chosen >= first) & (chosen < first + count))
+    factor, expert = factors[rows, places], chosen[rows, places] - first
+    if not rows.numel():  # one all the same, times zero: all ranks take part in backward
+        rows = rows.new_zeros(1)
+        factor, expert = factors[0, :1] * 0, chosen[0, :1] * 0
+    own = {id(x): x[rows], id(chosen): expert[:, None], id(factors): factor[:, None]}
+    args, kwargs = tree_map_only(Tensor, lambda t: own[id(t)], given)
+    return torch.zeros_like(x).index_add(0, rows, forward(*args, **kwargs).to(x.dtype))
+
+
+def chosen_in(given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The activations, choices and factors among the arguments of a module of experts.
+
+    Raises:
+        ValueError: where they are not these three.
+    """
+    tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+    choices = [t for t in tensors if not t.is_floating_point()]
+    if len(tensors) == 3 and len(choices) == 1:
+        x, factors = (t for t in tensors if t.is_floating_point())
+        chosen = choices[0]
+        if x.dim() == chosen.dim() == 2 and factors.shape == chosen.shape:
+            return x, chosen, factors
+    raise ValueError("it is not given activations, choices of experts and their factors")

@@ -82,7 +82,13 @@ STYLES: dict[str, Words] = {
     ),
     "experts": Words(
         "share out stacked experts, a part of each to every rank",
-        {"shard": Option(Kind.CHOICE, "what a rank has: inner columns of each", ("inner",))},
+        {
+            "shard": Option(
+                Kind.CHOICE,
+                "what a rank has: inner columns of each, or some of them whole",
+                ("inner", "experts"),
+            )
+        },
     ),
     "replicate": Words(
         "leave the parameters whole on every rank, those of modules inside as well",

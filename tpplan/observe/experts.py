@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpplan.kernels.experts import of_sizes
+from tpplan.kernels.experts import chosen_in, of_own, of_sizes
 from tpplan.layout import Rows
 from tpplan.observe.grouped import InAnyPrecision
 from tpplan.observe.thin_experts import NotStackedError, Stacked, Thin, WidthError, thinned
@@ -35,26 +35,33 @@ _HIT = 4
 Assign = Callable[[nn.Module, str, int], Callable[[], None]]
 
 
-def inner_columns(
-    module: nn.Module, call: Call, trace: Trace, numbers: Mapping[str, int], tp: int, set_to: Assign
+def shared_experts(
+    module: nn.Module,
+    call: Call,
+    trace: Trace,
+    numbers: Mapping[str, int],
+    tp: int,
+    set_to: Assign,
+    whole: bool = False,
 ) -> Stacked:
-    """How ``tp`` ranks share the inner columns of a module's experts.
+    """How ``tp`` ranks share a module's experts: the inner columns of all, or whole ones.
 
     Args:
         call: how the module was called.
         numbers: the whole numbers that its code reads from its attributes, by name.
         set_to: changes such an attribute, and gives what undoes that.
+        whole: whether each rank has some of the experts.
 
     Raises:
         NotStackedError: where they cannot; ``WidthError`` where only ``tp`` does not fit.
     """
     with InAnyPrecision(), torch.enable_grad():
         if sum(p.numel() for p in module.parameters()) <= _SMALL:
-            return _shared(_Runner(module, call, trace), numbers, tp, set_to)
+            return _shared(_Runner(module, call, trace, whole), numbers, tp, set_to)
         failure: NotStackedError | None = None
         for thin in itertools.islice(thinned(module, call, trace, numbers, tp), _TRIES):
             try:
-                runner = _Runner(module, call, trace, thin, set_to)
+                runner = _Runner(module, call, trace, whole, thin, set_to)
                 found = _shared(runner, {**numbers, **thin.numbers}, tp, set_to)
                 return thin.grown(found, module, numbers, tp)
             except WidthError:
@@ -65,6 +72,8 @@ def inner_columns(
 
 
 def _shared(runner: _Runner, numbers: Mapping[str, int], tp: int, set_to: Assign) -> Stacked:
+    if runner.apart:
+        return _shared_whole(runner, numbers, tp, set_to)
     refused: int | None = None
     for name, dim in runner.candidates():
         width = runner.parameters[name].shape[dim]
@@ -81,6 +90,23 @@ def _shared(runner: _Runner, numbers: Mapping[str, int], tp: int, set_to: Assign
     if refused is not None:
         raise WidthError(refused, tp)
     raise NotStackedError("no inner columns were found that each rank could have a part of")
+
+
+def _shared_whole(runner: _Runner, numbers: Mapping[str, int], tp: int, set_to: Assign) -> Stacked:
+    if runner.experts % tp:
+        raise WidthError(runner.experts, tp, "experts")
+    if any(p.shape[:1] != (runner.experts,) for p in runner.parameters.values()):
+        raise NotStackedError("some of its parameters are not of one expert each")
+    try:
+        chosen_in(runner.given)
+    except ValueError as error:
+        raise NotStackedError(str(error)) from error
+    cut: dict[str, Placement] = {name: Shard(0) for name in runner.parameters}
+    for chosen in _attributes(numbers, runner.experts, tp):
+        stacked = Stacked(runner.experts, cut, (), chosen, whole=True)
+        if runner.sums_up(stacked, tp, set_to):
+            return stacked
+    raise NotStackedError("its experts do not add up to the whole, each for its own tokens")
 
 
 def _attributes(
@@ -115,6 +141,7 @@ class _Runner:
         module: nn.Module,
         call: Call,
         trace: Trace,
+        whole: bool,
         thin: Thin | None = None,
         set_to: Assign | None = None,
     ) -> None:
@@ -135,7 +162,10 @@ class _Runner:
         if not experts:
             raise NotStackedError("it has no parameter (experts, rows, columns)")
         widths = {} if thin is None else {thin.width: thin.hidden}
-        self.given = _numbers(call, trace, experts, generator, widths)
+        self.experts, self.apart = experts, whole
+        self.picks: tuple[int, int] | None = None
+        few = experts if whole else min(experts, _HIT)
+        self.given = _numbers(call, trace, experts, few, generator, widths)
         self.inputs = [
             t
             for t in tree_leaves(self.given)
@@ -155,7 +185,10 @@ class _Runner:
     def run(self) -> torch.Tensor:
         args, kwargs = self.given
         try:
-            out = self.module(*args, **kwargs)
+            if self.picks is None:
+                out = self.module(*args, **kwargs)
+            else:
+                out = of_own(self.module, (args, kwargs), *self.picks)
         except Exception as error:
             raise NotStackedError(
                 f"it cannot be run on random numbers: {type(error).__name__}: {error}"
@@ -274,11 +307,15 @@ class _Runner:
                     own[name] = nn.Parameter(taken(whole.detach(), placed, rank, tp))
                 elif rank:
                     own[name] = nn.Parameter(torch.zeros_like(whole))
+            if stacked.whole:
+                each = self.experts // tp
+                self.picks = rank * each, each
             for name, (_, local) in stacked.attributes.items():
                 undo.append(set_to(self.module, name, local))
             yield
         finally:
             own.update(self.parameters)
+            self.picks = None
             for put_back in reversed(undo):
                 put_back()
 
@@ -310,12 +347,14 @@ def _numbers(
     call: Call,
     trace: Trace,
     experts: int,
+    few: int,
     generator: torch.Generator,
     widths: Mapping[int, int],
 ) -> Any:
     """What the module is called with: activations, weights, and choices of experts.
 
     Args:
+        few: of how many experts some are chosen.
         widths: of activations -> how wide they are here.
     """
 
@@ -328,8 +367,7 @@ def _numbers(
             return (drawn + 0.1).requires_grad_()
         if not shape or shape[-1] > experts:
             raise NotStackedError(f"it is given whole numbers of shape {shape}, no choice of some")
-        few = min(experts, max(shape[-1], _HIT))
-        scores = torch.rand((*shape[:-1], few), generator=generator)
+        scores = torch.rand((*shape[:-1], max(few, shape[-1])), generator=generator)
         return scores.topk(shape[-1]).indices
 
     return tree_map_only(Numbered, number, call.given)

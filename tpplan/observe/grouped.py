@@ -19,6 +19,8 @@ def _grouped(
         if mat_a.dtype != torch.float64 or offs is None or (mat_a.dim(), mat_b.dim()) != (2, 3):
             return given(mat_a, mat_b, offs=offs, **kwargs)
         ends = offs.tolist()
+        if len(ends) != len(mat_b):
+            raise RuntimeError(f"{len(ends)} groups of rows for {len(mat_b)} matrices")
         groups = enumerate(zip([0, *ends[:-1]], ends, strict=True))
         made = [mat_a[start:stop] @ mat_b[i] for i, (start, stop) in groups if stop > start]
         # rows of no group

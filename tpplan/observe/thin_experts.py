@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -27,11 +27,12 @@ class Stacked:
     """How the ranks share the inner columns of all experts.
 
     Attributes:
-        width: how many inner columns an expert has.
+        width: how many inner columns an expert has, or how many experts there are.
         cut: the parameters of which each rank has a part, by name.
         added: those that are whole on every rank, and are added to the sum once.
         attributes: numbers in the module's code that are a rank's own: (present, per rank).
         thin: the same of thin experts, where these are too large to be run.
+        whole: whether a rank has whole experts.
     """
 
     width: int
@@ -39,6 +40,7 @@ class Stacked:
     added: tuple[str, ...]
     attributes: Mapping[str, tuple[int, int]]
     thin: ThinExperts | None = None
+    whole: bool = False
 
 
 class NotStackedError(ValueError):
@@ -46,10 +48,10 @@ class NotStackedError(ValueError):
 
 
 class WidthError(NotStackedError):
-    """The ranks do not divide the inner columns; ``width``: how many there are."""
+    """The ranks do not divide what they would share; ``width``: how many there are."""
 
-    def __init__(self, width: int, tp: int) -> None:
-        super().__init__(f"tp {tp} does not divide the {width} inner columns of its experts")
+    def __init__(self, width: int, tp: int, what: str = "inner columns of its experts") -> None:
+        super().__init__(f"tp {tp} does not divide the {width} {what}")
         self.width = width
 
 
@@ -74,6 +76,11 @@ class Thin:
         self, found: Stacked, module: nn.Module, numbers: Mapping[str, int], tp: int
     ) -> Stacked:
         """What was found of the thin experts, as it is of the model's."""
+        if found.whole:
+            own = {name: (numbers[name], numbers[name] // tp) for name in found.attributes}
+            sizes = {**{name: (n, n) for name, n in self.numbers.items()}, **found.attributes}
+            few = ThinExperts(self.hidden, self.shapes, found.cut, sizes)
+            return replace(found, attributes=own, thin=few)
         if found.width != self.inner:
             raise NotStackedError("its inner columns are not where its shapes show them")
         if self.columns % tp:

@@ -10,14 +10,14 @@ from torch import nn
 
 from tpplan.language import Rule
 from tpplan.layout import MisfitError, Rows, rows_of
-from tpplan.observe.experts import inner_columns
+from tpplan.observe.experts import shared_experts
 from tpplan.observe.likeness import identity
 from tpplan.observe.products import Products
 from tpplan.observe.thin_experts import NotStackedError, Stacked, WidthError
 from tpplan.observe.trace import Trace
 from tpplan.places import Argument
 from tpplan.planner import infer
-from tpplan.planner.attributes import assign, named_in_code
+from tpplan.planner.attributes import assign, integers, named_in_code
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import fold
@@ -147,9 +147,11 @@ class Sizes:
         key = identity(module, path, {path: rule}), str(call.given)
         try:
             if key not in self._shared:
-                numbers = named_in_code(module)
-                self._shared[key] = inner_columns(
-                    module, call, self.trace, numbers, self.tp, assign
+                # what runs the experts may not be code of their class
+                numbers = {**integers(vars(module)), **named_in_code(module)}
+                whole = rule.options.get("shard") == rule.style
+                self._shared[key] = shared_experts(
+                    module, call, self.trace, numbers, self.tp, assign, whole
                 )
         except NotStackedError as error:
             self._shared[key] = error

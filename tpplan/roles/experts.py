@@ -48,11 +48,17 @@ class Experts(Summing):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and compat.fakes_are_made():
-            return experts.of_sizes((args, kwargs), list(self._locals()))
+            return experts.of_sizes((args, kwargs), list(self._locals()), self._tpplan_among())
         self._tpplan_require_same((args, kwargs))
         narrow = vars(self).get("_tpplan_narrow")
         if narrow is not None:  # in a proof
-            return narrow(super().forward, (args, kwargs))
+            return narrow(self._tpplan_part, (args, kwargs))
+        return self._tpplan_part(*args, **kwargs)
+
+    def _tpplan_among(self) -> int:
+        return 1
+
+    def _tpplan_part(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
     def _tpplan_require_same(self, given: Any) -> None:
@@ -67,3 +73,21 @@ class Experts(Summing):
         site = Site(state.plan.path, "experts that the ranks chose, compared", phase="startup")
         group = state.transition.group
         require_same_routing(chosen, group, site, state.stream.mesh.device_type)
+
+
+class WholeExperts(Experts):
+    """Y_i of Y = sum_i f_i(X): the experts of this rank, for the tokens that chose them.
+
+    All ranks have all tokens, so that none is sent; the block around it has the sum.
+    """
+
+    def _tpplan_among(self) -> int:
+        return int(self._tpplan.transition.group.size)
+
+    def _tpplan_part(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
+        if state.stream.shared is None and state.alone:
+            return super()._tpplan_part(*args, **kwargs)
+        count = int(self._locals()[0].shape[0])
+        first = count * state.transition.group.rank
+        return experts.of_own(super()._tpplan_part, (args, kwargs), first, count)

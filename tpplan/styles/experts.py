@@ -8,7 +8,7 @@ from torch import nn
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
-from tpplan.roles.experts import Experts as Part
+from tpplan.roles import experts
 from tpplan.styles.style import Misfits, Roles, Style
 
 if TYPE_CHECKING:
@@ -38,8 +38,9 @@ class Experts(Style):
         walk.gives_parts(call)
 
     def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
-        """Its own forward."""
-        return [Part], None
+        """Its own forward, on a part of each expert, or for the experts of a rank."""
+        whole = plan.options.get("shard") == "experts"
+        return [experts.WholeExperts if whole else experts.Experts], None
 
     def reasons(self, plan: ModulePlan) -> tuple[str, str]:
         """The block around it issues them."""
