@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.kernels.experts import chosen_in, of_own, of_sizes
-from tpplan.layout import Rows
 from tpplan.observe.grouped import InAnyPrecision
+from tpplan.observe.slices import hit, placement, same, slice_of, taken, together
 from tpplan.observe.thin_experts import NotStackedError, Stacked, Thin, WidthError, thinned
 from tpplan.observe.trace import Call, Numbered, Trace
 from tpplan.observe.twins import twin_of
@@ -94,7 +94,7 @@ def _shared(runner: _Runner, numbers: Mapping[str, int], tp: int, set_to: Assign
 
 def _shared_whole(runner: _Runner, numbers: Mapping[str, int], tp: int, set_to: Assign) -> Stacked:
     if runner.experts % tp:
-        raise WidthError(runner.experts, tp, "experts")
+        raise WidthError(runner.experts, tp, "experts there are")
     if any(p.shape[:1] != (runner.experts,) for p in runner.parameters.values()):
         raise NotStackedError("some of its parameters are not of one expert each")
     try:
@@ -179,7 +179,7 @@ class _Runner:
         self.gradients = self.differentiated(out)
         # experts that no token came to show nothing
         self.hit = {
-            name: _hit(gradient) for name, gradient in self.gradients.items() if gradient.dim()
+            name: hit(gradient) for name, gradient in self.gradients.items() if gradient.dim()
         }
 
     def run(self) -> torch.Tensor:
@@ -225,7 +225,7 @@ class _Runner:
                 outputs.append(self.run().detach())
             parameter.copy_(before)
         whole, none, twice = outputs
-        return _same(twice - whole, whole - none)
+        return same(twice - whole, whole - none)
 
     def halves(
         self, name: str, dim: int, tp: int
@@ -241,7 +241,7 @@ class _Runner:
         for other in self.parameters:
             if other == name:
                 continue
-            found = [_along(support[other], self.hit[other]) for support in supports]
+            found = [slice_of(support[other], self.hit[other]) for support in supports]
             if any(f is None for f in found):
                 return None
             along = {f[0] for f in found if f is not None}
@@ -253,7 +253,7 @@ class _Runner:
             (place, *others) = along
             if others or place is None or sorted(itertools.chain(*rows)) != [*range(shape[place])]:
                 return None
-            cut[other] = _placement(place, rows, shape[place])
+            cut[other] = placement(place, rows, shape[place])
         return (cut, tuple(added)) if len(cut) > 1 else None
 
     def support(self, name: str, dim: int, start: int, stop: int) -> dict[str, torch.Tensor]:
@@ -281,12 +281,12 @@ class _Runner:
                     gradients.append(self.differentiated(out))
                 except (NotStackedError, RuntimeError):
                     return False
-        if not _same(outputs, self.whole):
+        if not same(outputs, self.whole):
             return False
         # what is added once has its gradient from the first rank
         return all(
-            _same(
-                _together(
+            same(
+                together(
                     [g[name] for g in gradients[: 1 if name in stacked.added else tp]],
                     stacked.cut.get(name),
                     whole,
@@ -320,29 +320,6 @@ class _Runner:
                 put_back()
 
 
-def taken(whole: torch.Tensor, placed: Placement, rank: int, tp: int) -> torch.Tensor:
-    """What a rank has of a parameter; a copy."""
-    if isinstance(placed, Rows):
-        return placed.take(whole, rank)
-    assert isinstance(placed, Shard)
-    return whole.chunk(tp, placed.dim)[rank].clone()
-
-
-def _together(
-    parts: Sequence[torch.Tensor], placed: Placement | None, whole: torch.Tensor
-) -> torch.Tensor:
-    """The gradient that the ranks' own make."""
-    if placed is None:
-        return torch.stack(list(parts)).sum(0)
-    if isinstance(placed, Shard):
-        return torch.cat(list(parts), placed.dim)
-    assert isinstance(placed, Rows)
-    made = torch.zeros_like(whole)
-    for rank, part in enumerate(parts):
-        placed.put(made, part, rank)
-    return made
-
-
 def _numbers(
     call: Call,
     trace: Trace,
@@ -371,42 +348,3 @@ def _numbers(
         return scores.topk(shape[-1]).indices
 
     return tree_map_only(Numbered, number, call.given)
-
-
-def _hit(gradient: torch.Tensor) -> torch.Tensor:
-    """For which of the first dimension there is a gradient at all."""
-    return gradient.flatten(1).ne(0).any(1) if gradient.dim() > 1 else gradient != 0
-
-
-def _along(support: torch.Tensor, hit: torch.Tensor) -> tuple[int | None, list[int]] | None:
-    """Along which dimension, and where, a gradient is there; (None, []) where it is everywhere.
-
-    None where it is no slice.
-    """
-    support = support[hit]
-    if bool(support.all()):
-        return None, []
-    for dim in range(1, support.dim()):
-        others = [d for d in range(support.dim()) if d != dim]
-        some, every = support.any(dim=others), support.all(dim=others)
-        if bool((some == every).all()):
-            return dim, some.nonzero().flatten().tolist()
-    return None
-
-
-def _placement(dim: int, rows: Sequence[Sequence[int]], size: int) -> Placement:
-    tp = len(rows)
-    each = size // tp
-    if all(list(own) == list(range(r * each, (r + 1) * each)) for r, own in enumerate(rows)):
-        return Shard(dim)
-    pieces = []
-    for own in rows:
-        starts = [i for i in own if i - 1 not in own]
-        stops = [i + 1 for i in own if i + 1 not in own]
-        pieces.append(list(zip(starts, stops, strict=True)))
-    return Rows(dim, pieces)
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    scale = float(other.abs().max()) if other.numel() else 0.0
-    return bool(torch.allclose(one, other, rtol=0, atol=_TOLERANCE * max(scale, 1e-30)))

@@ -1,0 +1,75 @@
+"""Slices of stacked parameters: which numbers count, what of them a rank has, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from tpplan.layout import Rows
+
+_TOLERANCE = 1e-9
+
+
+def taken(whole: torch.Tensor, placed: Placement, rank: int, tp: int) -> torch.Tensor:
+    """What a rank has of a parameter; a copy."""
+    if isinstance(placed, Rows):
+        return placed.take(whole, rank)
+    assert isinstance(placed, Shard)
+    return whole.chunk(tp, placed.dim)[rank].clone()
+
+
+def together(
+    parts: Sequence[torch.Tensor], placed: Placement | None, whole: torch.Tensor
+) -> torch.Tensor:
+    """The gradient that the ranks' own make."""
+    if placed is None:
+        return torch.stack(list(parts)).sum(0)
+    if isinstance(placed, Shard):
+        return torch.cat(list(parts), placed.dim)
+    assert isinstance(placed, Rows)
+    made = torch.zeros_like(whole)
+    for rank, part in enumerate(parts):
+        placed.put(made, part, rank)
+    return made
+
+
+def hit(gradient: torch.Tensor) -> torch.Tensor:
+    """For which of the first dimension there is a gradient at all."""
+    return gradient.flatten(1).ne(0).any(1) if gradient.dim() > 1 else gradient != 0
+
+
+def slice_of(support: torch.Tensor, hit: torch.Tensor) -> tuple[int | None, list[int]] | None:
+    """Along which dimension, and where, a gradient is there; (None, []) where it is everywhere.
+
+    None where it is no slice.
+    """
+    support = support[hit]
+    if bool(support.all()):
+        return None, []
+    for dim in range(1, support.dim()):
+        others = [d for d in range(support.dim()) if d != dim]
+        some, every = support.any(dim=others), support.all(dim=others)
+        if bool((some == every).all()):
+            return dim, some.nonzero().flatten().tolist()
+    return None
+
+
+def placement(dim: int, rows: Sequence[Sequence[int]], size: int) -> Placement:
+    tp = len(rows)
+    each = size // tp
+    if all(list(own) == list(range(r * each, (r + 1) * each)) for r, own in enumerate(rows)):
+        return Shard(dim)
+    pieces = []
+    for own in rows:
+        starts = [i for i in own if i - 1 not in own]
+        stops = [i + 1 for i in own if i + 1 not in own]
+        pieces.append(list(zip(starts, stops, strict=True)))
+    return Rows(dim, pieces)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    scale = float(other.abs().max()) if other.numel() else 0.0
+    return bool(torch.allclose(one, other, rtol=0, atol=_TOLERANCE * max(scale, 1e-30)))
