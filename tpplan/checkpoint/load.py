@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from tpplan.checkpoint.buffers import recomputed
 from tpplan.checkpoint.distributed import Kept, fill, is_distributed, kept_in
 from tpplan.checkpoint.files import CheckpointError, Stored, stored_in
+from tpplan.checkpoint.merged import Merged, as_the_model_has_them
 from tpplan.checkpoint.parts import chunks_of
 from tpplan.checkpoint.read import part_of, read_into
 from tpplan.progress import Progress
@@ -52,7 +53,7 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> Loaded:
     path = Path(path)
     if is_distributed(path):
         return _load_distributed(model, path)
-    stored = stored_in(path)
+    stored = as_the_model_has_them(model, stored_in(path))
     places = _prepared(model, stored, path)
     wanted = model.state_dict(keep_vars=True)
     bytes_read = 0
@@ -79,7 +80,7 @@ def _load_distributed(model: nn.Module, path: Path) -> Loaded:
 
 
 def _prepared(
-    model: nn.Module, stored: Mapping[str, Stored | Kept], path: Path
+    model: nn.Module, stored: Mapping[str, Stored | Merged | Kept], path: Path
 ) -> dict[tuple[str, ...], str]:
     """``_matched``, and then memory for what is on the meta device, buffers with their values."""
     computed, lost = recomputed(model)
@@ -91,7 +92,10 @@ def _prepared(
 
 
 def _matched(
-    model: nn.Module, stored: Mapping[str, Stored | Kept], path: Path, lost: Iterable[str]
+    model: nn.Module,
+    stored: Mapping[str, Stored | Merged | Kept],
+    path: Path,
+    lost: Iterable[str],
 ) -> dict[tuple[str, ...], str]:
     """The names that each tensor of the model has -> the one that it is stored under.
 
@@ -175,11 +179,14 @@ def _materialize(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _fill(tensor: torch.Tensor, stored: Stored) -> int:
+def _fill(tensor: torch.Tensor, stored: Stored | Merged) -> int:
     """Write this rank's part of a stored tensor; how many bytes were read for it."""
     read = 0
     for offsets, local in chunks_of(tensor):
         read += local.numel() * stored.dtype.itemsize
+        if isinstance(stored, Merged):
+            local.copy_(stored.part(offsets, local.shape))
+            continue
         if local.dtype == stored.dtype and local.is_contiguous() and local.device.type == "cpu":
             read_into(local, stored, offsets)
         else:
