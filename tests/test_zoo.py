@@ -47,8 +47,8 @@ ABOVE_THE_FLOOR = {
 # those in float64; with weights of these seeds nothing cancels
 ROUNDED = {"apertus": 10}
 
-# reordered sums of the unsharded model alone are at 1e-5 (benchmarks/rounding.py), and much of these
-# models is in float32 whatever they are cast to: weights of these seeds leave room
+# sums of the unsharded model in another order are at 1e-5 (benchmarks/rounding.py), and much of
+# these models is in float32 whatever they are cast to: weights of these seeds leave room
 SEEDS = {"bailing_hybrid": 3, "deepseek_v4": 2}
 
 

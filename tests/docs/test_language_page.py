@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tpplan
+from benchmarks import zoo
 from tests.docs.pages import Block, blocks, page
 from tests.models import hf
 from tests.outside import library, nanogpt, uses, xtransformers
@@ -64,6 +65,8 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
         lambda: xtransformers.decoder(heads=8, kv_heads=4),
         plan_of(xtransformers.GROUPED_RULES),
     ),
+    "Mixtral": (lambda: zoo.tiny("mixtral"), {"extends": "mixtral.yaml"}),
+    "Qwen3-Next": (lambda: zoo.tiny("qwen3_next"), {"extends": "qwen3_next.yaml"}),
     "torch's attention": (Torch, plan_of(TORCH_RULES)),
 }
 

@@ -25,6 +25,7 @@ EXEMPT: Mapping[str, tuple[str, ...]] = {
     ),
     "what collectives are for, in reports": (
         "inputs of the ranks, compared",
+        "experts that the ranks chose, compared",
         "sum of the gradients of replicated parameters",
         "gradient of what is given for all heads",
         "largest logit of each token",

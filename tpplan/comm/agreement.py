@@ -65,14 +65,7 @@ def require_same_inputs(
         ValueError: where a rank was given other inputs than the first, or stands elsewhere in the
             random sequence.
     """
-    tensors = list(_compared(inputs))
-    if compat.fakes_are_made() or any(t.is_meta for t in tensors):
-        return
-    if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return  # whose graph reads nothing back
-    with torch.no_grad():
-        mine = _fingerprints(tensors, group, device_type, randomness)
-        everybody = all_gather(mine, 0, group.size, group, site).tolist()
+    everybody = _everybody(list(_compared(inputs)), group, site, device_type, randomness)
     other = _first_other([batch for batch, _ in everybody])
     if other is not None:
         raise ValueError(
@@ -89,6 +82,43 @@ def require_same_inputs(
             "tp group the same torch.manual_seed (seed + data-parallel rank, say; not the rank in "
             "the world)"
         )
+
+
+def require_same_routing(
+    chosen: list[torch.Tensor], group: Group, site: Site, device_type: str
+) -> None:
+    """Compare which experts the ranks chose for their tokens; one small all-gather.
+
+    Raises:
+        ValueError: where a rank chose others than the first.
+    """
+    everybody = _everybody(chosen, group, site, device_type, None)
+    other = _first_other([choice for choice, _ in everybody])
+    if other is not None:
+        raise ValueError(
+            f"{site.module}: rank {other} of the tensor-parallel group sends tokens to other "
+            "experts than rank 0, so that their parts are no sum: scores that tie may be ordered "
+            "in any way; set torch.use_deterministic_algorithms(True), and give all ranks the "
+            "same router weights and torch.manual_seed"
+        )
+
+
+def _everybody(
+    tensors: list[torch.Tensor],
+    group: Group,
+    site: Site,
+    device_type: str,
+    randomness: Randomness | None,
+) -> list[list[int]]:
+    """The fingerprints of all ranks; none where nothing can be read."""
+    if compat.fakes_are_made() or any(t.is_meta for t in tensors):
+        return []
+    if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return []  # whose graph reads nothing back
+    with torch.no_grad():
+        mine = _fingerprints(tensors, group, device_type, randomness)
+        found: list[list[int]] = all_gather(mine, 0, group.size, group, site).tolist()
+    return found
 
 
 def _first_other(values: list[int]) -> int | None:

@@ -189,7 +189,8 @@ class Values(Reporter):
         entries = self.mapping(node, what, Kind.PACKED.value)
         if entries is None:
             return None
-        if entries and entries.keys().isdisjoint(("parts", "repeat")):
+        pairs = (isinstance(n, SequenceNode) and len(n.items) == 2 for _, n in entries.values())
+        if len(entries) > 1 and any(pairs) and entries.keys().isdisjoint(("parts", "repeat")):
             return self.sized(entries)
         before = len(self.problems)
         found: dict[str, object] = {}

@@ -128,8 +128,8 @@ class _Runner:
         with torch.no_grad():
             for parameter in self.module.parameters():
                 if parameter.is_floating_point():
-                    # of a size at which nothing saturates
-                    parameter.normal_(generator=generator).div_(parameter.shape[-1] ** 0.5)
+                    # positive and small: no activation is dead or saturates
+                    parameter.uniform_(0.1, 1.0, generator=generator).div_(parameter.shape[-1])
         self.parameters = dict(self.module.named_parameters())
         experts = max((p.shape[0] for p in self.parameters.values() if p.dim() == 3), default=0)
         if not experts:
@@ -324,8 +324,8 @@ def _numbers(
         if given.number in trace.floating:
             if len(shape) > 1 and shape[-1] in widths:
                 shape = (*shape[:-1], widths[shape[-1]])
-            drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-            return drawn.requires_grad_()
+            drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
+            return (drawn + 0.1).requires_grad_()
         if not shape or shape[-1] > experts:
             raise NotStackedError(f"it is given whole numbers of shape {shape}, no choice of some")
         few = min(experts, max(shape[-1], _HIT))

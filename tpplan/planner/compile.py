@@ -162,12 +162,18 @@ class _Compiler(Outcome):
         self.elements = infer.find_elements(
             self.trace, self.styles, self.plan.layers, self.boundaries, self.multihead, summing
         )
+        layers = {path for path in self.block_rules if path.rpartition(".")[2].isdigit()}
+        lone = sorted(layers | (self.block_rules.keys() & self.elements.keys()))
+        for path in lone[:1]:
+            message = "an element of the stack calls experts itself, not a module around these"
+            hint = "put the experts, and what routes to them, in a module that gives their sum"
+            self.complaints.about(self.block_rules[path], lone, message, hint)
         self.together = reduced_together(
             (self.trace, drawing),
             {p: r for p, r in self.matches.modules.items() if p not in self.partial},
             self.elements,
             self.complaints,
-            self.block_rules(),
+            self.block_rules,
         )
         return drawn
 
@@ -186,7 +192,8 @@ class _Compiler(Outcome):
         self.escaping, lost = escapes(self.trace, self.bare)
         if lost:
             message = "code outside of it uses what is made inside of it, but is not given that"
-            self.complaints.about(None, lost, message, "let the module return it")
+            hint = "let the module return it"
+            self.complaints.about(self.block_rules[lost[0]], lost, message, hint)
         self.flow = Walk(self.trace, *findings, self.bare).run()
         self.draws = Walk(drawing, *findings, drawn, _dropouts(self.model)).run().draws
         self.boundaries = {
@@ -226,6 +233,8 @@ class _Compiler(Outcome):
         """Make one op of the experts of a mixture, which rows go to which hangs on numbers."""
         for path in self.of("stacked"):
             module = shadow.get_submodule(path)
+            if all(p.dim() < 3 for p in module.parameters(recurse=False)):
+                continue  # said before
             module.forward = OfSizes(module)  # type: ignore[method-assign]
 
     def check_sizes(self, inputs: Any) -> None:
@@ -270,7 +279,7 @@ class _Compiler(Outcome):
         rules, styles = {**self.matches.modules}, {**self.styles}
         for path, region in self.bare.items():
             own = (rule for name, rule in self.cut.items() if name.rpartition(".")[0] == path)
-            rules[path] = self.block_rules()[path] if region.block else next(own)
+            rules[path] = self.block_rules[path] if region.block else next(own)
             styles[path] = ROWWISE if region.summed else COLWISE if region.columns else NONE
         cause = Causes(self.model, self.trace, rules, styles, self.elements).of(self.flow)
         if cause is not None:
@@ -301,12 +310,6 @@ class _Compiler(Outcome):
                 mixing[path] = f"{name}: its result at one position depends on other positions"
         whole = f"{{style: {REPLICATE.name}, input: gather}}"
         self.complaints.by_rule(mixing | failing, f"make it {whole}, to run it on all positions")
-
-    def block_rules(self) -> dict[str, Rule]:
-        """The rule of the experts in each block."""
-        around = {path.rpartition(".")[0]: path for path in self.of("stacked")}
-        blocks = {path for path, region in self.bare.items() if region.block}
-        return {path: self.matches.modules[around[path]] for path in blocks}
 
     def cut_styles(self) -> dict[str, Style]:
         """The styles of the parameters that are cut by rules of their own."""

@@ -19,7 +19,7 @@ from tpplan.compiled import (
     Summed,
     WidthNorm,
 )
-from tpplan.language import FrozenMap, Plan
+from tpplan.language import FrozenMap, Plan, Rule
 from tpplan.layout import Rows
 from tpplan.observe.fused import Findings
 from tpplan.observe.probe import Finding
@@ -134,6 +134,13 @@ class Outcome:
             return self.bare[path].summed
         shared = self.sizes.stacked.get(path)
         return None if shared is None else Summed((), shared.added)
+
+    @functools.cached_property
+    def block_rules(self) -> dict[str, Rule]:
+        """The rule of the experts in each block."""
+        around = {path.rpartition(".")[0]: path for path in self.of("stacked")}
+        blocks = {path for path, region in self.bare.items() if region.block}
+        return {path: self.matches.modules[around[path]] for path in blocks}
 
     @functools.cached_property
     def partial(self) -> frozenset[str]:

@@ -141,9 +141,9 @@ class Sizes:
     def share_experts(self, path: str, rule: Rule, misfits: Misfits) -> None:
         """What each rank has of stacked experts; those of modules that are alike, once."""
         call = next((c for c in self.trace.calls if c.path == path), None)
-        if call is None:
-            return  # no example call comes to it
         module = self.model.get_submodule(path)
+        if call is None or named(rule.style).complaint(module, self.tp) is not None:
+            return  # no example call comes to it, or said before
         key = identity(module, path, {path: rule}), str(call.given)
         try:
             if key not in self._shared:

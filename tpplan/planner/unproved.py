@@ -35,6 +35,7 @@ def say_unproved(failure: Failure, found: Outcome) -> None:
         tables = tables or [name for name in cut if name.rpartition(".")[0] == path]
     if tables:
         rule = cut[tables[0]]
+    rule = found.block_rules.get(path, rule)
     if message.startswith("fails: ") and made:
         message = f"fails with its part of {fold(made)}: {message.removeprefix('fails: ')}"
     if message.startswith("its input"):
@@ -97,6 +98,12 @@ class _Cure:
         """A module that multiplies by parameters of its own which rules cut."""
         if self.failure.path not in self.found.bare:
             return None
+        if self.failure.path in self.found.block_rules:
+            return (
+                "what works beside the experts must be sharded too, up to a row-parallel layer; "
+                "and parts of a sum can only be added, and multiplied by what is whole: let what "
+                "else is done to the sum be done outside of this module"
+            )
         if self.failure.message.startswith("gives parts"):
             return (
                 "state with 'dim:' which dimension of each parameter is summed over; and let what "

@@ -173,7 +173,7 @@ def _played(
             given = ", ".join(name for name in fuller[1] if name not in call[1])
             plays(Scene(f"given {given}", fuller, optional=True))
         for asking in routed(model, call) if shares_experts(compiled) else ():
-            plays(Scene("given what its routers gave", asking, True, optional=fixed))
+            plays(Scene("with routing", asking, True, optional=fixed))
         plays(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
     return scenes, results
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tpplan import compat
-from tpplan.comm import divide_gradient
+from tpplan.comm import Site, divide_gradient
+from tpplan.comm.agreement import require_same_routing
 from tpplan.kernels import experts
 from tpplan.places import Place, at, with_at
 from tpplan.roles.lowered import Lowered
@@ -47,7 +49,21 @@ class Experts(Summing):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and compat.fakes_are_made():
             return experts.of_sizes((args, kwargs), list(self._locals()))
+        self._tpplan_require_same((args, kwargs))
         narrow = vars(self).get("_tpplan_narrow")
         if narrow is not None:  # in a proof
             return narrow(super().forward, (args, kwargs))
         return super().forward(*args, **kwargs)
+
+    def _tpplan_require_same(self, given: Any) -> None:
+        """Compare, at some calls, which experts the ranks chose."""
+        state = self._tpplan
+        if torch.compiler.is_compiling() or state.alone or compat.only_sizes_count():
+            return
+        chosen = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+        chosen = [t for t in chosen if not t.is_floating_point()]
+        if not chosen or not state.schedule.due((self.training, torch.is_grad_enabled())):
+            return
+        site = Site(state.plan.path, "experts that the ranks chose, compared", phase="startup")
+        group = state.transition.group
+        require_same_routing(chosen, group, site, state.stream.mesh.device_type)
