@@ -29,6 +29,11 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "LlamaForQuestionAnswering": ("Llama", {}, ("qa_outputs",)),
     "LlamaModel": ("Llama", {"num_key_value_heads": 1}, ()),
     "Qwen3ForTokenClassification": ("Qwen3", {"head_dim": 8, "num_key_value_heads": 2}, ("score",)),
+    "MixtralForSequenceClassification": (
+        "Mixtral",
+        {"num_key_value_heads": 2, "num_local_experts": 4},
+        ("score",),
+    ),
     "BertForSequenceClassification": ("Bert", {}, ("classifier",)),
     "BertForQuestionAnswering": ("Bert", {}, ("qa_outputs",)),
     "RobertaForSequenceClassification": ("Roberta", {}, ("classifier",)),

@@ -146,5 +146,7 @@ def _leave_whole(model: nn.Module, rules: dict[str, Any]) -> None:
 def _plain(value: Any) -> Any:
     """An option's value as a plan file has it."""
     if isinstance(value, Mapping):
+        if "sizes" in value:  # parts that are told with how large each is
+            return {k: _plain(n) for k, n in zip(value["parts"], value["sizes"], strict=True)}
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

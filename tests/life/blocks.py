@@ -331,7 +331,7 @@ class Experts(Quiet):
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
-        for expert in range(4):
+        for expert in range(len(self.wide)):
             rows, places = torch.where(chosen == expert)
             y = x[rows] @ self.wide[expert] + self.bias[expert]
             y = (y[:, ::2].sigmoid() * y[:, 1::2]) @ self.narrow[expert] + self.shift[expert]
