@@ -17,7 +17,7 @@ from tpplan.observe.twins import held_by, twin_of, without_hooks
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 BATCH, LENGTH = 2, 8
-_ROUTED = "output_router_logits"
+_ROUTED, _LOGITS = "output_router_logits", "router_logits"
 _SHORT, _COMPUTED = 64, 2**28
 
 
@@ -127,7 +127,11 @@ def routed(model: nn.Module, call: Call) -> list[Call]:
     """
     args, kwargs = call
     accepted = inspect.signature(model.forward).parameters
-    if _ROUTED not in accepted or kwargs.get(_ROUTED) is not None:
+    # transformers hands it on to the models inside that say what they can give
+    recorded = (getattr(module, "_can_record_outputs", None) or () for module in model.modules())
+    passed = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    known = _ROUTED in accepted or (passed and any(_LOGITS in names for names in recorded))
+    if not known or kwargs.get(_ROUTED) is not None:
         return []
     return [(args, {**kwargs, _ROUTED: True})]
 

@@ -145,9 +145,8 @@ class _Compiler(Outcome):
         self.bare, drawn = (
             bare_regions(trace, cut, self.styles, aliases) for trace in (self.trace, drawing)
         )
-        elements = {c.path for c in self.trace.calls if c.parent is None}
         for trace, regions in ((self.trace, self.bare), (drawing, drawn)):
-            regions.update(blocks(trace, self.styles, elements))
+            regions.update(blocks(trace, self.styles))
         gathers |= {
             path: gathers.get(path, frozenset())
             | {a.name for names in region.entering.values() for a in names}

@@ -8,7 +8,8 @@ with parts; the replay of the regions runs it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
+from dataclasses import replace
 
 from tpplan.compiled import Summed
 from tpplan.observe.trace import Call, Trace
@@ -17,14 +18,8 @@ from tpplan.planner.bare import BareRegion
 from tpplan.styles import NONE, Style
 
 
-def blocks(
-    trace: Trace, styles: Mapping[str, Style], elements: Set[str] = frozenset()
-) -> dict[str, BareRegion]:
-    """The blocks around the experts of a model, as the regions that they are.
-
-    Args:
-        elements: paths that are no blocks (the elements of the stack).
-    """
+def blocks(trace: Trace, styles: Mapping[str, Style]) -> dict[str, BareRegion]:
+    """The blocks around the experts of a model, as the regions that they are."""
     found: dict[str, BareRegion] = {}
     for call in trace.calls:
         if not styles.get(call.path, NONE).stacked or call.parent is None:
@@ -32,7 +27,9 @@ def blocks(
         block = trace.calls[call.parent]
         region = _region(trace, block, styles)
         if region is not None:
-            found[block.path] = region
+            known = found.setdefault(block.path, region)
+            parts, rows = known.parts | region.parts, known.rows | region.rows
+            found[block.path] = replace(known, parts=parts, rows=rows)
     return found
 
 
