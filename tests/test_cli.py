@@ -274,7 +274,7 @@ def test_as_a_process_with_an_exit_code(tmp_path: Path) -> None:
     "typed, completed",
     [
         ("tpplan ver", "verify"),
-        ("tpplan check lla", "llama.yaml"),
+        ("tpplan check llama.", "llama.yaml"),
         ("tpplan check llama.yaml --se", "--sequence-parallel"),
         ("tpplan check llama.yaml --no-se", "--no-sequence-parallel"),
         ("tpplan dry-run llama.yaml --mo", "--model"),

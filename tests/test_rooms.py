@@ -32,7 +32,7 @@ PERMITTED: Mapping[str, str] = {
     "observe": "compat layout language kernels places compiled styles",
     "planner": "compat layout language kernels places compiled roles styles observe",
     "rewrite": "compat language kernels compiled comm roles styles observe planner",
-    "simulate": "compat language compiled comm roles observe planner rewrite",
+    "simulate": "compat language kernels compiled comm roles observe planner rewrite",
     "cost": "layout language compiled observe planner simulate",
     "checkpoint": "compat comm progress",
     "shipped": "language",

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import register_flop_formula
 
 
 def _experts(
@@ -84,24 +83,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> Any:
 
 
 _op.register_autograd(_differentiate, setup_context=_setup)
-
-
-def _rows_times(x: Any, parameters: Any, slots: int, among: int) -> int:
-    rows = math.prod(x[:-1]) * slots / among
-    each = sum(math.prod(p[1:]) for p in parameters if len(p) == 3)
-    return int(2 * rows * each)
-
-
-@register_flop_formula(torch.ops.tpplan.experts)
-def _flops(x: Any, others: Any, parameters: Any, slots: int, among: int, **_: Any) -> int:
-    return _rows_times(x, parameters, slots, among)
-
-
-@register_flop_formula(torch.ops.tpplan.experts_backward)
-def _flops_backward(
-    grad: Any, kept: Any, x: Any, others: Any, parameters: Any, slots: int, among: int, **_: Any
-) -> int:
-    return 2 * _rows_times(x, parameters, slots, among)
+OP, BACKWARD = torch.ops.tpplan.experts, torch.ops.tpplan.experts_backward
 
 
 def of_sizes(given: Any, parameters: Sequence[Tensor], among: int = 1) -> Tensor:

@@ -23,6 +23,7 @@ from tpplan.compat import (
     sequence_number,
 )
 from tpplan.roles.lowered import passive
+from tpplan.simulate import flops as flops
 from tpplan.simulate.recorder import Recorder, tensors_in
 from tpplan.simulate.steps import Collective, Matmul, Member, Step
 
