@@ -64,8 +64,13 @@ def escapes(
             uses = [i for i in used.get(number, ()) if i >= block.last_op]
             if not uses and number not in given:
                 continue
-            giving = next((c for c in around if number in c.outputs), None)
-            inside = giving is None or any(i < giving.last_op for i in uses)
+            # innermost: hooks that keep what a router gives see what that gives out
+            inner = [c for c in trace.calls[block.index + 1 :] if number in c.outputs]
+            inner = [c for c in reversed(inner) if block.first_op <= c.first_op < block.last_op]
+            last = max((i for i in used.get(number, ()) if i < block.last_op), default=-1)
+            inner = [c for c in inner if last < c.last_op <= block.last_op]
+            giving = next((c for c in (*inner, *around) if number in c.outputs), None)
+            inside = giving is None or any(block.last_op <= i < giving.last_op for i in uses)
             places = () if giving is None else zip(giving.outputs, giving.places, strict=True)
             at = [place for n, place in places if n == number]
             if giving is None or inside or None in at:
