@@ -31,6 +31,11 @@ def in_place_on_a_sum(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torc
     return y
 
 
+def in_place_on_the_last(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    b += a
+    return x + b
+
+
 def sum_read_early(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     y = x + a
     return y + b + y.tanh()
@@ -45,6 +50,7 @@ TOGETHER: Mapping[str, Way] = {
     "by themselves first": lambda x, a, b: x + (b + a),
     "reshaped": lambda x, a, b: x + (a.flatten(0, 1) + b.flatten(0, 1)).view(x.shape),
     "in place on a sum": in_place_on_a_sum,
+    "in place on the last": in_place_on_the_last,
     "the sum used twice": lambda x, a, b: used_twice(x, a + b),
 }
 APART: Mapping[str, Way] = {

@@ -98,7 +98,8 @@ def _only_added(trace: Trace, element: Call, calls: Sequence[Call]) -> bool:
         held[call.outputs[0]] = frozenset([call.index])
     if len(held) != len(calls) or len({trace.shapes[number] for number in held}) > 1:
         return False
-    zeros = set(held)  # what a layer answers with before the last one ran cannot be written to
+    # before the last of them ran they answer with one zero, expanded, which cannot be written to
+    zeros = set(held) - {calls[-1].outputs[0]}
     spent: set[int] = set()
     whole: int | None = None
     for op in trace.ops:
