@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 Range = tuple[int, int]
 
@@ -105,6 +105,15 @@ class Rows(Placement):  # type: ignore[misc]
                     where.append((at, base + start - first, stop - start))
                 base += last - first
         return tuple(where)
+
+
+def own_part(whole: torch.Tensor, placement: Placement, rank: int, tp: int) -> torch.Tensor:
+    """What a rank has of a tensor that is cut evenly, or by rows; a copy."""
+    if isinstance(placement, Rows):
+        return placement.take(whole, rank)
+    assert isinstance(placement, Shard)
+    each = whole.size(placement.dim) // tp
+    return whole.narrow(placement.dim, rank * each, each).clone()
 
 
 def _cells(pieces: Sequence[Sequence[Range]]) -> tuple[tuple[Range, ...], ...]:

@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.checkpoint.buffers import recomputed
 from tpplan.checkpoint.distributed import Kept, fill, is_distributed, kept_in
-from tpplan.checkpoint.files import CheckpointError, Stored, stored_in
+from tpplan.checkpoint.files import CheckpointError, stored_in
 from tpplan.checkpoint.merged import Merged, as_the_model_has_them
 from tpplan.checkpoint.parts import chunks_of
-from tpplan.checkpoint.read import part_of, read_into
 from tpplan.progress import Progress
 
 _SHOWN = 20
@@ -80,7 +79,7 @@ def _load_distributed(model: nn.Module, path: Path) -> Loaded:
 
 
 def _prepared(
-    model: nn.Module, stored: Mapping[str, Stored | Merged | Kept], path: Path
+    model: nn.Module, stored: Mapping[str, Merged | Kept], path: Path
 ) -> dict[tuple[str, ...], str]:
     """``_matched``, and then memory for what is on the meta device, buffers with their values."""
     computed, lost = recomputed(model)
@@ -93,7 +92,7 @@ def _prepared(
 
 def _matched(
     model: nn.Module,
-    stored: Mapping[str, Stored | Merged | Kept],
+    stored: Mapping[str, Merged | Kept],
     path: Path,
     lost: Iterable[str],
 ) -> dict[tuple[str, ...], str]:
@@ -179,18 +178,12 @@ def _materialize(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _fill(tensor: torch.Tensor, stored: Stored | Merged) -> int:
+def _fill(tensor: torch.Tensor, stored: Merged) -> int:
     """Write this rank's part of a stored tensor; how many bytes were read for it."""
     read = 0
     for offsets, local in chunks_of(tensor):
+        stored.read_into(local, offsets)
         read += local.numel() * stored.dtype.itemsize
-        if isinstance(stored, Merged):
-            local.copy_(stored.part(offsets, local.shape))
-            continue
-        if local.dtype == stored.dtype and local.is_contiguous() and local.device.type == "cpu":
-            read_into(local, stored, offsets)
-        else:
-            local.copy_(part_of(stored, offsets, local.shape))
     return read
 
 

@@ -7,6 +7,7 @@ of a stacked tensor each rank reads no more than what lies in its part.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from tpplan.checkpoint.files import Stored
-from tpplan.checkpoint.read import part_of
+from tpplan.checkpoint.read import part_of, read_into
 
 _MAPPING, _LOADING = "transformers.conversion_mapping", "transformers.core_model_loading"
 
@@ -42,41 +43,39 @@ class Piece:
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor of which a checkpoint holds the pieces."""
+    """A tensor of which a checkpoint holds the pieces, often a single one."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
-    def part(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The block that begins at ``offsets``; nothing else is read.
+    def read_into(self, part: torch.Tensor, offsets: Sequence[int]) -> None:
+        """The block that begins at ``offsets``, into ``part``; nothing else is read.
 
         Raises:
             OSError: where a file ends before it.
         """
-        part = torch.empty(tuple(sizes), dtype=self.dtype)
         for piece in self.pieces:
-            ends = zip(piece.offsets, piece.sizes, offsets, sizes, strict=True)
+            ends = zip(piece.offsets, piece.sizes, offsets, part.shape, strict=True)
             cut = [(max(at, o), min(at + n, o + s)) for at, n, o, s in ends]
             if any(start >= stop for start, stop in cut):
                 continue
-            first = int(piece.stacked)
-            inner = list(zip(cut, piece.offsets, strict=True))[first:]
-            read = part_of(
-                piece.stored,
-                [start - at for (start, _), at in inner],
-                [stop - start for (start, stop), _ in inner],
-            )
-            places = tuple(
-                slice(start - o, stop - o) for (start, stop), o in zip(cut, offsets, strict=True)
-            )
-            part[places].copy_(read.unsqueeze(0) if piece.stacked else read)
-        return part
+            due = part[tuple(slice(a - o, b - o) for (a, b), o in zip(cut, offsets, strict=True))]
+            inner = [start - at for (start, _), at in zip(cut, piece.offsets, strict=True)]
+            if piece.stacked:
+                due, inner = due[0], inner[1:]
+            if due.dtype == self.dtype and due.is_contiguous() and due.device.type == "cpu":
+                read_into(due, piece.stored, inner)
+            else:
+                due.copy_(part_of(piece.stored, inner, due.shape))
 
 
-def as_the_model_has_them(
-    model: nn.Module, stored: Mapping[str, Stored]
-) -> Mapping[str, Stored | Merged]:
+def whole(stored: Stored) -> Merged:
+    """A tensor that a checkpoint holds in one piece."""
+    return Merged(stored.dtype, stored.shape, (Piece((0,) * len(stored.shape), stored, False),))
+
+
+def as_the_model_has_them(model: nn.Module, stored: Mapping[str, Stored]) -> Mapping[str, Merged]:
     """Stored tensors under the names of the model, those that it has in one put together.
 
     What transformers does otherwise, with other operations, is left as it is stored.
@@ -84,15 +83,16 @@ def as_the_model_has_them(
     mapping: Any = sys.modules.get(_MAPPING)
     loading: Any = sys.modules.get(_LOADING)
     held = model.state_dict()
+    alone = {name: whole(tensor) for name, tensor in stored.items()}
     if mapping is None or loading is None or not hasattr(model, "base_model_prefix"):
-        return stored
+        return alone
     if all(name in stored for name in held):
-        return stored
+        return alone
     transforms = mapping.get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
     by_pattern = {p: c for c in converters for p in c.source_patterns}
-    found: dict[str, Stored | Merged] = {}
+    found: dict[str, Merged] = {}
     pieces: dict[str, dict[str, list[str]]] = {}
     for name in sorted(stored, key=loading.dot_natural_key):
         new, pattern = (
@@ -103,16 +103,16 @@ def as_the_model_has_them(
             )
         )
         if new not in held:
-            found[name] = stored[name]
+            found[name] = alone[name]
         elif pattern is None:
-            found[new] = stored[name]
+            found[new] = alone[name]
         else:
             pieces.setdefault(new, {}).setdefault(pattern, []).append(name)
     for new, sources in pieces.items():
         converter = by_pattern[next(iter(sources))]
         merged = _merged(converter, loading, {p: [stored[n] for n in sources[p]] for p in sources})
         if merged is None:
-            found.update({name: stored[name] for names in sources.values() for name in names})
+            found.update({name: alone[name] for names in sources.values() for name in names})
         else:
             found[new] = merged
     return found
@@ -128,25 +128,21 @@ def _merged(converter: Any, loading: Any, sources: Mapping[str, Sequence[Stored]
     along = converter.operations[-1].dim if kinds[-1] is concatenate else None
     if stacked and converter.operations[0].dim != 0:
         return None
+    every = [s for p in converter.source_patterns for s in sources.get(p, ())]
+    if len({s.dtype for s in every}) > 1 or len({len(s.shape) for s in every}) > 1:
+        return None
     pieces: list[Piece] = []
     start = 0
-    every = [s for p in converter.source_patterns if p in sources for s in sources[p]]
-    rank = len(every[0].shape) + stacked
-    if len({s.dtype for s in every}) > 1 or any(len(s.shape) + stacked != rank for s in every):
-        return None
     for pattern in converter.source_patterns:
         for index, source in enumerate(sources.get(pattern, ())):
-            offsets = [0] * rank
-            if stacked:
-                offsets[0] = index
+            offsets = [index] * stacked + [0] * len(source.shape)
             if along is not None:
                 offsets[along] += start
             pieces.append(Piece(tuple(offsets), source, stacked))
-            if along is not None and not stacked:
-                start += source.shape[along]
-        if along is not None and stacked and sources.get(pattern):
-            start += sources[pattern][0].shape[along - 1]
+        if along is not None and sources.get(pattern):
+            start += pieces[-1].sizes[along]
     ends = [[o + n for o, n in zip(p.offsets, p.sizes, strict=True)] for p in pieces]
     shape = tuple(max(end) for end in zip(*ends, strict=True))
-    whole = torch.Size(shape).numel() == sum(torch.Size(p.sizes).numel() for p in pieces)
-    return Merged(every[0].dtype, shape, tuple(pieces)) if whole else None
+    # pieces that overlap, or leave something out, are not what was stored
+    complete = math.prod(shape) == sum(math.prod(p.sizes) for p in pieces)
+    return Merged(every[0].dtype, shape, tuple(pieces)) if complete else None

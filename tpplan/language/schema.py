@@ -51,7 +51,7 @@ _KINDS: Mapping[Kind, Mapping[str, Any]] = {
                     "minItems": 2,
                     "maxItems": 2,
                 },
-                "minProperties": 1,
+                "minProperties": 2,
             },
         ]
     },

@@ -22,13 +22,13 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.kernels.experts import chosen_in, of_own, of_sizes
+from tpplan.layout import own_part
 from tpplan.observe.grouped import InAnyPrecision
-from tpplan.observe.slices import hit, placement, same, slice_of, taken, together
+from tpplan.observe.slices import hit, placement, same, slice_of, together
 from tpplan.observe.thin_experts import NotStackedError, Stacked, Thin, WidthError, thinned
 from tpplan.observe.trace import Call, Numbered, Trace
 from tpplan.observe.twins import twin_of
 
-_TOLERANCE = 1e-9
 _TRIES = 64
 _SMALL = 2**20
 _HIT = 4
@@ -77,7 +77,7 @@ def _shared(runner: _Runner, numbers: Mapping[str, int], tp: int, set_to: Assign
     refused: int | None = None
     for name, dim in runner.candidates():
         width = runner.parameters[name].shape[dim]
-        found = runner.halves(name, dim, 2 if width % tp else tp)
+        found = runner.shares(name, dim, 2 if width % tp else tp)
         if found is None:
             continue
         if width % tp:
@@ -227,7 +227,7 @@ class _Runner:
         whole, none, twice = outputs
         return same(twice - whole, whole - none)
 
-    def halves(
+    def shares(
         self, name: str, dim: int, tp: int
     ) -> tuple[dict[str, Placement], tuple[str, ...]] | None:
         """What goes with each share of a dimension of a parameter; None where it is none."""
@@ -304,7 +304,7 @@ class _Runner:
             for name, whole in self.parameters.items():
                 placed = stacked.cut.get(name)
                 if placed is not None:
-                    own[name] = nn.Parameter(taken(whole.detach(), placed, rank, tp))
+                    own[name] = nn.Parameter(own_part(whole.detach(), placed, rank, tp))
                 elif rank:
                     own[name] = nn.Parameter(torch.zeros_like(whole))
             if stacked.whole:

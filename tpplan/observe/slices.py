@@ -1,4 +1,4 @@
-"""Slices of stacked parameters: which numbers count, what of them a rank has, and back."""
+"""Slices of stacked parameters: where their gradients are, and the whole of all ranks' parts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ from torch.distributed.tensor.placement_types import Placement
 from tpplan.layout import Rows
 
 _TOLERANCE = 1e-9
-
-
-def taken(whole: torch.Tensor, placed: Placement, rank: int, tp: int) -> torch.Tensor:
-    """What a rank has of a parameter; a copy."""
-    if isinstance(placed, Rows):
-        return placed.take(whole, rank)
-    assert isinstance(placed, Shard)
-    return whole.chunk(tp, placed.dim)[rank].clone()
 
 
 def together(
@@ -58,8 +50,8 @@ def slice_of(support: torch.Tensor, hit: torch.Tensor) -> tuple[int | None, list
 
 
 def placement(dim: int, rows: Sequence[Sequence[int]], size: int) -> Placement:
-    tp = len(rows)
-    each = size // tp
+    """Where a parameter goes of which rank r has ``rows[r]`` of the ``size`` of a dimension."""
+    each = size // len(rows)
     if all(list(own) == list(range(r * each, (r + 1) * each)) for r, own in enumerate(rows)):
         return Shard(dim)
     pieces = []
@@ -71,5 +63,6 @@ def placement(dim: int, rows: Sequence[Sequence[int]], size: int) -> Placement:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they differ by what float64 rounds."""
     scale = float(other.abs().max()) if other.numel() else 0.0
     return bool(torch.allclose(one, other, rtol=0, atol=_TOLERANCE * max(scale, 1e-30)))

@@ -24,10 +24,10 @@ _HIDDEN = (8, 6, 10)
 
 @dataclass(frozen=True)
 class Stacked:
-    """How the ranks share the inner columns of all experts.
+    """How the ranks share stacked experts: the inner columns of all, or whole ones.
 
     Attributes:
-        width: how many inner columns an expert has, or how many experts there are.
+        width: of how many each rank has as many: inner columns, or experts.
         cut: the parameters of which each rank has a part, by name.
         added: those that are whole on every rank, and are added to the sum once.
         attributes: numbers in the module's code that are a rank's own: (present, per rank).
@@ -76,11 +76,12 @@ class Thin:
         self, found: Stacked, module: nn.Module, numbers: Mapping[str, int], tp: int
     ) -> Stacked:
         """What was found of the thin experts, as it is of the model's."""
+        own = {name: (numbers[name], numbers[name] // tp) for name in found.attributes}
+        sizes = {**{name: (n, n) for name, n in self.numbers.items()}, **found.attributes}
+        few = ThinExperts(self.hidden, self.shapes, found.cut, sizes)
+        grown = replace(found, attributes=own, thin=few)
         if found.whole:
-            own = {name: (numbers[name], numbers[name] // tp) for name in found.attributes}
-            sizes = {**{name: (n, n) for name, n in self.numbers.items()}, **found.attributes}
-            few = ThinExperts(self.hidden, self.shapes, found.cut, sizes)
-            return replace(found, attributes=own, thin=few)
+            return grown
         if found.width != self.inner:
             raise NotStackedError("its inner columns are not where its shapes show them")
         if self.columns % tp:
@@ -99,15 +100,7 @@ class Thin:
                 )
             else:
                 cut[name] = placed
-        own = {name: (numbers[name], numbers[name] // tp) for name in found.attributes}
-        thin = {**{name: (n, n) for name, n in self.numbers.items()}, **found.attributes}
-        return Stacked(
-            self.columns,
-            cut,
-            found.added,
-            own,
-            ThinExperts(self.hidden, self.shapes, found.cut, thin),
-        )
+        return replace(grown, width=self.columns, cut=cut)
 
 
 def thinned(

@@ -8,14 +8,20 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from tpplan.layout import Rows
-from tpplan.planner.rank_part import own_part
+from tpplan.layout import Rows, own_part
 
 _TOLERANCE = 1e-4
 
 
 @dataclass
 class Event:
+    """A call of a module in the whole model, and what ranks gave in its place.
+
+    Attributes:
+        given, made: its first input, and what it gave.
+        parts: of ranks 0, 1, ..., what each gave of what is summed.
+    """
+
     path: str
     given: torch.Tensor
     made: torch.Tensor
@@ -23,6 +29,8 @@ class Event:
 
 
 class Departed(Exception):
+    """A rank has something else than its part of what the whole model has, at ``path``."""
+
     def __init__(self, path: str, message: str) -> None:
         super().__init__(message)
         self.path, self.message = path, message

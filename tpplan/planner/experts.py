@@ -8,7 +8,7 @@ with parts; the replay of the regions runs it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tpplan.compiled import Summed
@@ -46,38 +46,49 @@ def escapes(
         for n in op.inputs:
             used.setdefault(n, []).append(index)
     found: dict[str, dict[Place, None]] = {}
-    lost: list[str] = []
+    lost: dict[str, None] = {}
     for block in trace.calls:
         region = regions.get(block.path)
         if region is None or not region.block or region.summed is None:
             continue
-        made = {
-            n
-            for op in trace.ops[block.first_op : block.last_op]
-            for n in op.outputs
-            if n in trace.floating
-        }
-        made -= {block.output_at(place) for place in region.summed.outputs}
-        around = list(trace.ancestors(block.index))
-        given = {n for c in around for n in c.outputs}
+        made = {n for op in trace.ops[block.first_op : block.last_op] for n in op.outputs}
+        made = (made & trace.floating) - {block.output_at(place) for place in region.summed.outputs}
+        given = {n for call in trace.ancestors(block.index) for n in call.outputs}
         for number in sorted(made):
-            uses = [i for i in used.get(number, ()) if i >= block.last_op]
-            if not uses and number not in given:
+            uses = used.get(number, [])
+            if number not in given and not any(index >= block.last_op for index in uses):
                 continue
-            # innermost: hooks that keep what a router gives see what that gives out
-            inner = [c for c in trace.calls[block.index + 1 :] if number in c.outputs]
-            inner = [c for c in reversed(inner) if block.first_op <= c.first_op < block.last_op]
-            last = max((i for i in used.get(number, ()) if i < block.last_op), default=-1)
-            inner = [c for c in inner if last < c.last_op <= block.last_op]
-            giving = next((c for c in (*inner, *around) if number in c.outputs), None)
-            inside = giving is None or any(block.last_op <= i < giving.last_op for i in uses)
-            places = () if giving is None else zip(giving.outputs, giving.places, strict=True)
-            at = [place for n, place in places if n == number]
-            if giving is None or inside or None in at:
-                lost.append(block.path)
-                continue
-            found.setdefault(giving.path, {}).update(dict.fromkeys(p for p in at if p is not None))
-    return {path: tuple(places) for path, places in found.items()}, list(dict.fromkeys(lost))
+            giving = _giving(trace, block, number, uses)
+            if giving is None:
+                lost[block.path] = None
+            else:
+                path, places = giving
+                found.setdefault(path, {}).update(dict.fromkeys(places))
+    return {path: tuple(places) for path, places in found.items()}, list(lost)
+
+
+def _giving(
+    trace: Trace, block: Call, number: int, uses: Sequence[int]
+) -> tuple[str, list[Place]] | None:
+    """The module that gives a tensor of a block to all that use it outside, and where it does.
+
+    Args:
+        uses: the ops that the tensor goes into.
+    """
+    # innermost: hooks that keep what a router gives see what that gives out
+    last = max((i for i in uses if i < block.last_op), default=-1)
+    inner = [
+        call
+        for call in reversed(trace.calls[block.index + 1 :])
+        if block.first_op <= call.first_op < block.last_op and last < call.last_op <= block.last_op
+    ]
+    around = trace.ancestors(block.index)
+    giving = next((call for call in (*inner, *around) if number in call.outputs), None)
+    if giving is None or any(block.last_op <= i < giving.last_op for i in uses):
+        return None
+    places = [p for n, p in zip(giving.outputs, giving.places, strict=True) if n == number]
+    known = [place for place in places if place is not None]
+    return (giving.path, known) if len(known) == len(places) else None
 
 
 def _region(trace: Trace, block: Call, styles: Mapping[str, Style]) -> BareRegion | None:

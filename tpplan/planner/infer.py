@@ -203,6 +203,7 @@ def find_elements(
         rows = [path for path, style in styles.items() if style.sums] + sorted(summing)
         rows = rows or sorted(multihead)
         paths = list(dict.fromkeys(_called_in(_stacked(path), path, called) for path in rows))
+    entering = {boundary.number for found in boundaries.values() for boundary in found}
     elements = {}
     for path in paths:
         call = called.get(path)
@@ -211,7 +212,7 @@ def find_elements(
         found = _stream_of(trace, call)
         if found is not None:
             stream, output = found
-            others = _others(trace, call, stream, boundaries, styles, multihead)
+            others = _others(trace, call, stream, entering, boundaries.keys(), styles, multihead)
             elements[path] = Element(stream, output, others)
     return elements
 
@@ -237,7 +238,8 @@ def _others(
     trace: Trace,
     call: Call,
     stream: Argument,
-    boundaries: Mapping[str, tuple[Boundary, ...]],
+    entering: Set[int],
+    entered: Set[str],
     styles: Mapping[str, Style],
     multihead: Set[str],
 ) -> tuple[Argument, ...]:
@@ -247,7 +249,6 @@ def _others(
     sharded activations (angles, masks), whose rows are all of the sequence.
     """
     number = next(n for n, names in call.arguments.items() if stream in names)
-    entering = {boundary.number for found in boundaries.values() for boundary in found}
     rows = trace.shapes[number][:-1]
     # the first layer may be given the stream under several names
     others = [name for name in call.arguments[number] if name != stream]
@@ -256,7 +257,7 @@ def _others(
         if (
             alike
             and other not in entering
-            and _meets(trace, call, other, number, styles, multihead, boundaries.keys())
+            and _meets(trace, call, other, number, styles, multihead, entered)
         ):
             others += names[:1]
     return tuple(others)
@@ -274,7 +275,7 @@ def _meets(
     """Whether what becomes of a tensor in an element meets the stream, and not its columns.
 
     Args:
-        entered: modules that the stream enters whole, for all of their code.
+        entered: modules with boundaries, whose code is given the whole of the stream.
     """
     apart, streams, columns = {other}, {stream}, set[int]()
     met = False

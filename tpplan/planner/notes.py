@@ -27,7 +27,6 @@ class Notes:
     local: Set[str]
     stream: set[int]
     flat: set[int]
-    weights: dict[int, frozenset[str]]
     maker: dict[int, str]
 
     def note_positions(self, op: Op, around: list[Call]) -> None:
@@ -65,6 +64,7 @@ class Notes:
             self.flat.update(op.outputs)
 
     def note_mixture(self, op: Op, data: list[int], around: list[Call]) -> None:
+        """The stream meets a tensor of all positions in code of no module that has a rule."""
         if any(c.path in self.styles for c in around):
             return
         for number in data:

@@ -118,9 +118,9 @@ class Outcome:
         style, rule = named(self.placing.style_of(owner)), self.matches.modules.get(owner)
         if rule is not None and style.scatters(rule.options):
             return True
-        # a row-parallel bias is added after the reduction, wherever the trace saw it added
         if owner in self.partial:
-            return True  # on the first rank it is added
+            return True  # a bias that the first rank alone adds
+        # a row-parallel bias is added after the reduction, wherever the trace saw it added
         if style.sums or (style.rows and name not in self.flow.in_region):
             return self.sequence_parallel
         on_stream = self.sequence_parallel and name in self.flow.on_stream

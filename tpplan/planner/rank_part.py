@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compiled import ModulePlan
-from tpplan.layout import Rows
+from tpplan.layout import own_part
 from tpplan.planner.attributes import assign
 from tpplan.roles.heads import keep_own
 
@@ -60,15 +59,6 @@ def as_rank(
     finally:
         for restore in reversed(before):
             restore()
-
-
-def own_part(whole: torch.Tensor, placed: Placement, rank: int, tp: int) -> torch.Tensor:
-    """What a rank has of a tensor that is cut evenly, or by rows; a copy."""
-    if isinstance(placed, Rows):
-        return placed.take(whole, rank)
-    assert isinstance(placed, Shard)
-    each = whole.size(placed.dim) // tp
-    return whole.narrow(placed.dim, rank * each, each).clone()
 
 
 def _cut(
