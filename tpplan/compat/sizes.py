@@ -12,9 +12,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 def always(holds: bool | torch.SymBool) -> bool:
     """Whether a comparison of sizes holds; of symbols, whether it does whatever they are."""
-    if torch.compiler.is_compiling() or not isinstance(holds, bool):
-        return statically_known_true(holds)
-    return holds
+    if type(holds) is bool and not torch.compiler.is_dynamo_compiling():
+        return holds
+    return statically_known_true(holds)
 
 
 def smaller(a: int, b: int) -> int:
