@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpplan import adapters, proof
+from tpplan.comm.meshes import tp_of
 from tpplan.compat import fake_world
 from tpplan.compiled import CompiledPlan
 from tpplan.kernels.launch import interpreted
@@ -53,8 +54,9 @@ def parallelize(
     Args:
         model: real, or on the meta device (then ``to_empty`` and load).
         plan: a ``Plan``, a path, a shipped plan's name, "auto", or a mapping.
-        mesh: the dimension named "tp" is used, or the only one. None: the whole world under
-            torchrun; tp 1 in a single process.
+        mesh: the dimensions named "tp" and "ep" are used, or the only one, for tp. Ranks of ep
+            have batches of their own, and share the experts of a mixture; see docs/guide.md.
+            None: the whole world under torchrun; tp 1 in a single process.
         sequence_parallel, kernels: override the plan's.
         inputs: a call the model accepts (a mapping of keyword arguments, a tuple, or a tensor),
             where token ids of shape (batch, sequence) are not one; or a list of calls, which
@@ -66,29 +68,31 @@ def parallelize(
 
     Raises:
         PlanError: with every problem of the plan, the model and their fit.
-        ValueError: where the model was parallelized before, or the mesh has no tp dimension; on
-            all ranks, where one fails or they were not called alike, with what differs.
+        ValueError: where the model was parallelized before, or the mesh has neither dimension, or
+            tp before ep; on all ranks, where one fails or they were not called alike, with what
+            differs.
     """
     if plan_of(model) is not None:
         raise ValueError(
             "this model was parallelized before; build a fresh one to shard it another way"
         )
-    tp_mesh = _tp_mesh(mesh) if mesh is not None else _world_mesh()
+    own, ep = _own_mesh(mesh) if mesh is not None else (_world_mesh(), 1)
+    tp_mesh = None if own is None else tp_of(own, ep)
     tp = 1 if tp_mesh is None else tp_mesh.size()
 
     def compile_here() -> CompiledPlan:
         loaded = load_plan(plan, adapted_model(model))
-        return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs)
+        return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs, ep)
 
     words = {"prove": prove, "src_data_rank": src_data_rank}
-    compiled = agreed(model, tp_mesh, compile_here, words)
-    if tp_mesh is not None and tp > 1:
-        if tp_mesh.get_local_rank() == 0:
+    compiled = agreed(model, own, compile_here, words)
+    if own is not None and tp * ep > 1:
+        if not any(own.get_coordinate() or ()):
             _warn(compiled)
         if prove:
-            proof.prove_once(model, compiled, tp_mesh, inputs)
-        rehearse(model, compiled, tp_mesh, inputs)
-    apply(model, compiled, tp_mesh, src_data_rank)
+            proof.prove_once(model, compiled, own, inputs)
+        rehearse(model, compiled, own, inputs)
+    apply(model, compiled, own, src_data_rank)
     adapters.introduce()
     if tp_mesh is not None and tp > 1:
         introduce(model, tp_mesh)
@@ -295,13 +299,19 @@ def verify(
     )
 
 
-def _tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def _own_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, int]:
+    """The dimensions of ``mesh`` that share the model, (tp), (ep) or (ep, tp); how many are ep."""
     names = mesh.mesh_dim_names or ()
-    if "tp" in names:
-        return mesh if mesh.ndim == 1 else mesh["tp"]
-    if mesh.ndim == 1:
-        return mesh
-    raise ValueError(f"the mesh has no dimension named 'tp', only {names or 'unnamed ones'}")
+    own = tuple(n for n in names if n in ("ep", "tp"))
+    if not own and mesh.ndim == 1:
+        return mesh, 1
+    if not own:
+        raise ValueError(f"the mesh has no dimension named 'tp', only {names or 'unnamed ones'}")
+    if own == ("tp", "ep"):
+        raise ValueError("the mesh has 'tp' before 'ep'; name 'ep' first, and 'tp' last")
+    own = tuple(n for n in own if mesh.size(names.index(n)) > 1) or own[-1:]
+    ep = mesh.size(names.index("ep")) if "ep" in own else 1
+    return (mesh if own == names else mesh[own]), ep
 
 
 def _world_mesh() -> DeviceMesh | None:

@@ -186,6 +186,19 @@ def _unpacked(
     return whole if always(rows == length) else first_rows(whole, dim, length)
 
 
+def all_to_all(
+    x: torch.Tensor, sent: list[int], received: list[int], group: Group, site: Site
+) -> torch.Tensor:
+    """The rows that the ranks have for this one, in their order.
+
+    Args:
+        x: (rows, ...), first those for rank 0.
+        sent, received: how many rows go to each rank, and come from it.
+    """
+    op = _ops.all_to_all_single
+    return Handle(_started(site, op, x.contiguous(), received, sent, group.name), site).wait()
+
+
 def start_reduce_scatter(
     x: torch.Tensor,
     dim: int,

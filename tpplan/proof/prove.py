@@ -67,7 +67,7 @@ def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
     Raises:
         PlanError: naming what differs first, and the rule that is likely to blame.
     """
-    if compiled.tp == 1:
+    if compiled.tp * compiled.ep == 1:
         return
     wide = (torch.float64, torch.complex128)
     with same_randomness(), no_fakes_kept(lambda t: t.dtype in wide), quiet(), unfused():
@@ -83,12 +83,13 @@ def prove_once(
         PlanError: the same on every rank.
     """
     told: list[list[Diagnostic] | None] = [None]
-    if mesh.get_local_rank() == 0:
+    if not any(mesh.get_coordinate() or ()):
         try:
             prove(model, compiled, inputs)
         except PlanError as error:
             told = [list(error.diagnostics)]
-    dist.broadcast_object_list(told, group=mesh.get_group(), group_src=0)
+    for dim in reversed(range(mesh.ndim)):  # along the first row, from there to all
+        dist.broadcast_object_list(told, group=mesh.get_group(dim), group_src=0)
     if told[0] is not None:
         raise PlanError(told[0])
 
