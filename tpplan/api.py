@@ -76,8 +76,7 @@ def parallelize(
         raise ValueError(
             "this model was parallelized before; build a fresh one to shard it another way"
         )
-    own, ep = _own_mesh(mesh) if mesh is not None else (_world_mesh(), 1)
-    tp_mesh = None if own is None else tp_of(own, ep)
+    own, tp_mesh, ep = _own_mesh(mesh)
     tp = 1 if tp_mesh is None else tp_mesh.size()
 
     def compile_here() -> CompiledPlan:
@@ -87,8 +86,7 @@ def parallelize(
     words = {"prove": prove, "src_data_rank": src_data_rank}
     compiled = agreed(model, own, compile_here, words)
     if own is not None and tp * ep > 1:
-        if not any(own.get_coordinate() or ()):
-            _warn(compiled)
+        _warn(compiled, own)
         if prove:
             proof.prove_once(model, compiled, own, inputs)
         rehearse(model, compiled, own, inputs)
@@ -215,26 +213,31 @@ def check(
     tp: int,
     sequence_parallel: bool | None = None,
     *,
+    ep: int = 1,
     inputs: Any = None,
 ) -> CompiledPlan:
     """Everything ``parallelize`` checks, without ranks and without touching the model.
 
+    Args:
+        ep: how many times as many ranks, with other batches, share the experts of a mixture.
+
     Raises:
         PlanError: with every problem found.
     """
-    compiled = compile_plan(
-        model, load_plan(plan, adapted_model(model)), tp, sequence_parallel, inputs=inputs
-    )
-    if tp > 1:
-        _warn(compiled)
+    loaded = load_plan(plan, adapted_model(model))
+    compiled = compile_plan(model, loaded, tp, sequence_parallel, inputs=inputs, ep=ep)
+    if tp * ep > 1:
+        _warn(compiled, None)
         proof.prove(model, compiled, inputs)
-        with fake_world(tp) as mesh:
+        with fake_world(tp, ep=ep) as mesh:
             rehearse(model, compiled, mesh, inputs)
     return compiled
 
 
-def _warn(compiled: CompiledPlan) -> None:
-    """Of what was not proved, as nothing came to it."""
+def _warn(compiled: CompiledPlan, mesh: DeviceMesh | None) -> None:
+    """Of what was not proved, as nothing came to it; on the first rank of a mesh."""
+    if mesh is not None and any(mesh.get_coordinate() or ()):
+        return
     unreached = [path for path, plan in compiled.modules.items() if plan.unreached]
     if unreached:
         message = (
@@ -249,6 +252,7 @@ def verify(
     plan: PlanSource,
     tp: int = 2,
     *,
+    ep: int = 1,
     sequence_parallel: bool | None = None,
     kernels: str | Mapping[str, str] | None = None,
     inputs: Any = None,
@@ -264,6 +268,8 @@ def verify(
 
     Args:
         make_model: a function that makes the model, or the model; with real weights.
+        ep: how many times ``tp`` ranks there are, each time with a batch of their own, which share
+            the experts of a mixture: their gradients must be the mean over the batches.
         sequence_parallel: one mode only; None for plain TP and, where the plan has it, TP+SP.
         kernels: override the plan's.
         inputs: a call the model accepts, where token ids are not one; or a list of calls, each of
@@ -296,22 +302,27 @@ def verify(
         processes=processes,
         tolerance=tolerance,
         seed=seed,
+        ep=ep,
     )
 
 
-def _own_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh, int]:
-    """The dimensions of ``mesh`` that share the model, (tp), (ep) or (ep, tp); how many are ep."""
+def _own_mesh(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh | None, int]:
+    """The ranks that share the model, (tp), (ep) or (ep, tp); those of tp; how many are of ep."""
+    if mesh is None:
+        world = _world_mesh()
+        return world, world, 1
     names = mesh.mesh_dim_names or ()
     own = tuple(n for n in names if n in ("ep", "tp"))
     if not own and mesh.ndim == 1:
-        return mesh, 1
+        return mesh, mesh, 1
     if not own:
         raise ValueError(f"the mesh has no dimension named 'tp', only {names or 'unnamed ones'}")
     if own == ("tp", "ep"):
         raise ValueError("the mesh has 'tp' before 'ep'; name 'ep' first, and 'tp' last")
     own = tuple(n for n in own if mesh.size(names.index(n)) > 1) or own[-1:]
     ep = mesh.size(names.index("ep")) if "ep" in own else 1
-    return (mesh if own == names else mesh[own]), ep
+    mesh = mesh if own == names else mesh[own]
+    return mesh, tp_of(mesh, ep), ep
 
 
 def _world_mesh() -> DeviceMesh | None:

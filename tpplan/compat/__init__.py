@@ -52,4 +52,5 @@ from tpplan.compat.tensors import shards_of as shards_of
 from tpplan.compat.tensors import spec_of as spec_of
 from tpplan.compat.tensors import unflattened as unflattened
 from tpplan.compat.worlds import fake_world as fake_world
+from tpplan.compat.worlds import mesh_of_all as mesh_of_all
 from tpplan.compat.worlds import simulate as simulate

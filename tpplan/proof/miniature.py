@@ -121,7 +121,7 @@ def miniature(
         if not any(path == s or path.startswith(f"{s}.") for s in skipped)
     }
     narrow = _thin(modules, compiled) if thin else {}
-    budget = _MOST // (compiled.tp + 2)
+    budget = _MOST // (compiled.tp * compiled.ep + compiled.ep + 1)
     experts = thin_experts(modules, compiled) if thin else {}
     for path, few in experts.items():
         for leaf, shape in few.shapes.items():
