@@ -104,6 +104,7 @@ def dry_run(
     batch: int = 1,
     seq: int = 2048,
     *,
+    ep: int = 1,
     sequence_parallel: bool | None = None,
     kernels: str | Mapping[str, str] | None = None,
     inputs: Any = None,
@@ -122,7 +123,8 @@ def dry_run(
     size; the model (on meta or real) is not changed, and no ranks are needed.
 
     Args:
-        batch, seq: the shape of the token ids it is run with.
+        batch, seq: the shape of the token ids it is run with; of each rank of ep.
+        ep: how many times ``tp`` ranks there are, with tokens of their own, that share experts.
         inputs: a call the model accepts, where token ids are not one.
         loss: whether the token ids are given as ``labels`` too, for the model's own loss; else
             the backward pass starts from the logits.
@@ -130,8 +132,7 @@ def dry_run(
             list of parameters to a ``torch.optim.Optimizer``, or None for no step.
         max_norm: to which gradients are clipped before the step; None where they are not.
         master_weights: whether 16-bit parameters have float32 copies for the optimizer.
-        checkpointing: whether every layer is recomputed in the backward pass. The report has the
-            memory of both.
+        checkpointing: whether layers are recomputed in backward. The report has both memories.
         fold: whether of equal layers only a few are executed; their repetition is checked.
         hardware: what it is timed on: a shipped profile's name, a YAML file, or a ``Hardware``;
             None for h100-nvlink.
@@ -148,11 +149,11 @@ def dry_run(
     from tpplan.simulate.execute import Training
     from tpplan.simulate.optimizers import optimizer_named
 
-    loaded = load_plan(plan, adapted_model(model))
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, batch, seq)
-    setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs)
+    loaded = load_plan(plan, adapted_model(model))
+    setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs, ep)
     timed_on = cost.load_hardware(hardware or cost.DEFAULT)
     found = cost.dry_run(model, setting, batch, seq, training, fold, timed_on)
     return Report.of(cost.with_companions(model, setting, found) if compare else found)

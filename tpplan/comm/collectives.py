@@ -48,13 +48,15 @@ class Group:
 class Site:
     """Where a collective comes from: the module it serves, why, and the rule that caused it.
 
-    ``phase`` is set where it is not the phase the collective happens to be issued in.
+    ``phase`` is set where it is not the phase the collective happens to be issued in; ``routed``
+    where it hangs on numbers how much is sent to whom.
     """
 
     module: str
     reason: str
     rule: str | None = None
     phase: str | None = None
+    routed: bool = False
 
 
 class Observer(TorchDispatchMode):

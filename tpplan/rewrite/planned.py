@@ -17,6 +17,7 @@ from tpplan.kernels.forms import GeluForm
 from tpplan.kernels.launch import chosen
 from tpplan.planner.attributes import assign
 from tpplan.planner.match import folded
+from tpplan.roles.dispatch import WAYS
 from tpplan.roles.draws import Draws
 from tpplan.roles.entry import Entry
 from tpplan.roles.experts import Escaping
@@ -100,13 +101,14 @@ class PlannedStyle(ParallelStyle):
             self.stream.group, Site(plan.path, forward, rule), Site(plan.path, backward, rule)
         )
 
-    def _dispatch(self) -> Transition | None:
+    def _dispatch(self) -> tuple[Transition, Transition] | None:
+        """The ways of tokens to their experts, and back."""
         ep = ep_of(self.mesh, self.compiled.ep) if self.plan.dispatched else None
         if ep is None:
             return None
-        reasons = "tokens to their experts", "what the experts made of tokens"
-        to, back = (Site(self.plan.path, reason, _text(self.plan)) for reason in reasons)
-        return Transition(Group.of(ep), to, back)
+        rule, group = _text(self.plan), Group.of(ep)
+        sites = [Site(self.plan.path, why, rule, routed=True) for why in WAYS]
+        return Transition(group, *sites[:2]), Transition(group, *sites[2:])
 
     def _entries(self) -> tuple[Entry, ...]:
         return tuple(self._entry(boundary) for boundary in self.plan.boundaries)

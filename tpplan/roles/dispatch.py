@@ -22,6 +22,13 @@ from tpplan.comm.exchange import exchange
 from tpplan.kernels import experts
 from tpplan.roles.experts import Experts
 
+WAYS = (
+    "tokens, to their experts",
+    "gradients of tokens, from their experts",
+    "what experts made of tokens, back",
+    "gradients of what experts made of tokens",
+)
+"""What is sent: forward there, and its gradient; forward back, and its gradient."""
 _COMPILING = "which tokens go where hangs on their numbers, of which a graph has none"
 
 
@@ -44,7 +51,7 @@ class Dispatched(Experts):
         state = self._tpplan
         assert state.dispatch is not None
         every, held = int(state.own.specs[0].shape[0]), int(self._locals()[0].shape[0])
-        per = every // state.dispatch.group.size
+        per = every // state.dispatch[0].group.size
         # of the experts of a rank of ep, those of its tensor-parallel rank
         tp = state.own.group
         first = held * tp.rank if held < per else 0
@@ -64,7 +71,7 @@ class Dispatched(Experts):
 
 def held_by_several(state: Any) -> bool:
     """Whether tensor-parallel ranks share the experts of a rank of ep."""
-    return bool(state.dispatch.group.name != state.own.group.name)
+    return bool(state.dispatch[0].group.name != state.own.group.name)
 
 
 def _entered(t: Tensor, transition: Transition) -> Tensor:
@@ -117,12 +124,16 @@ class Routes(NamedTuple):
 def _counts(due: Tensor, held: int, transition: Transition) -> Tensor:
     """How many rows come from each rank for each expert, of those that go to each."""
     group, each = transition.group, [held] * transition.group.size
-    site = replace(transition.forward, reason="how many tokens chose each expert")
+    why = "how many tokens chose each expert"
+    site = replace(transition.forward, reason=why, routed=False)
     return all_to_all(due, each, each, group, site)
 
 
 def _dispatched(
-    forward: Callable[..., Tensor], given: Any, own: tuple[int, int, int], transition: Transition
+    forward: Callable[..., Tensor],
+    given: Any,
+    own: tuple[int, int, int],
+    ways: tuple[Transition, Transition],
 ) -> Tensor:
     """What the experts that tokens chose make of these, wherever they are; differentiable.
 
@@ -132,16 +143,16 @@ def _dispatched(
             whole numbers that choose experts, and their factors.
         own: how many experts a rank of ep has; the first of these that is this rank's, and how
             many are.
-        transition: from a token's rank to its expert's.
+        ways: from a token's rank to its expert's, and back.
 
     Raises:
         ValueError: where the arguments are others.
     """
     x, chosen, factors = experts.chosen_in(given)
     routes = Routes.of_sizes if compat.fakes_are_made() else Routes.of
-    way = routes(chosen, own, transition)
+    way, (there, back) = routes(chosen, own, ways[0]), ways
     sent = x[way.rows], factors[way.rows, way.slots]
-    rows, factor = exchange(sent, way.sent, way.received, transition)
+    rows, factor = exchange(sent, way.sent, way.received, there)
     expert, arrived = way.expert, rows.shape[0]
     if not arrived:  # one all the same: all ranks have the same graph, and every expert a gradient
         rows, factor = (torch.cat([t, t.new_zeros(1, *t.shape[1:])]) for t in (rows, factor))
@@ -149,8 +160,8 @@ def _dispatched(
     place = {id(x): rows, id(chosen): expert[:, None], id(factors): factor[:, None]}
     args, kwargs = tree_map_only(Tensor, lambda t: place[id(t)], given)
     made = forward(*args, **kwargs)[:arrived]
-    (back,) = exchange((made,), way.received, way.sent, transition.transposed())
-    return torch.zeros_like(x).index_add(0, way.rows, back.to(x.dtype))
+    (given_back,) = exchange((made,), way.received, way.sent, back)
+    return torch.zeros_like(x).index_add(0, way.rows, given_back.to(x.dtype))
 
 
 dispatched: Callable[..., Tensor] = torch.compiler.disable(_dispatched, reason=_COMPILING)

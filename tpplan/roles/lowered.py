@@ -55,7 +55,7 @@ class State:
         own: the module's own parameters.
         transition: the sites of the collectives its style issues.
         entries: its boundaries, each shared with the modules that enter with the same tensor.
-        dispatch: across which ranks its tokens are sent to their experts, if they are.
+        dispatch: the ways on which tokens are sent to its experts and back, if they are.
         partner: what its fused kernel needs to know of other modules, if anything.
         members: rewritten modules inside it, found when first needed.
         schedule: when the ranks compare what it is called with.
@@ -72,7 +72,7 @@ class State:
         transition: Transition,
         entries: tuple[Entry, ...] = (),
         partner: Any = None,
-        dispatch: Transition | None = None,
+        dispatch: tuple[Transition, Transition] | None = None,
     ) -> None:
         self.plan = plan
         self.dispatch = dispatch
