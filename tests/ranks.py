@@ -76,6 +76,7 @@ def _serve_jobs(rank: int, world: int, store: str, pipe: Connection) -> None:
             meshes["cpu", f"ep{ep}"] = DeviceMesh("cpu", list(range(ep)), mesh_dim_names=("ep",))
     if world == WORLD:
         meshes["cpu", "ep2xtp2"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("ep", "tp"))
+        meshes["cpu", "dp2xep2"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "ep"))
         meshes["cpu", "2x2"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
         meshes["cpu", "1x4"] = DeviceMesh("cpu", [[0, 1, 2, 3]], mesh_dim_names=("dp", "tp"))
     while True:
@@ -124,7 +125,7 @@ class Ranks:
         ``function`` must be importable. A rank's exception is raised here.
 
         Args:
-            shape: a tp size, or "2x2" or "1x4": dp and tp; "ep2", "ep4", "ep2xtp2".
+            shape: a tp size, or "2x2" or "1x4": dp and tp; "ep2", "ep4", "ep2xtp2", "dp2xep2".
         """
         count = _SIZES.get(shape, self._world) if isinstance(shape, str) else shape
         pipes = self._pipes[:count]

@@ -42,6 +42,7 @@ from tpplan.compat.pipelines import only_sizes_count as only_sizes_count
 from tpplan.compat.sizes import always as always
 from tpplan.compat.sizes import larger as larger
 from tpplan.compat.sizes import smaller as smaller
+from tpplan.compat.tensors import StridedShard as StridedShard
 from tpplan.compat.tensors import dtensor as dtensor
 from tpplan.compat.tensors import dtensor_spec as dtensor_spec
 from tpplan.compat.tensors import full_states_by as full_states_by
