@@ -8,20 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks import zoo
 from tests.compare import Errors, gradient_errors
-from tests.rewrite.test_mixtures import pair
 from tpplan.comm.placements import part_of
-
-Models = tuple[nn.Module, nn.Module]
-
-
-def built(name: str, mesh: DeviceMesh, sp: bool, whole: bool = False) -> Models:
-    """A model, and the same sharded; ``whole``: whether also ranks of tp have whole experts."""
-    return pair(name, mesh, sp, whole)
 
 
 def batch(number: int, length: int = 9) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def tp_of(mesh: DeviceMesh, ep: int) -> DeviceMesh | None:
@@ -66,10 +66,19 @@ def clip_grad_norm_(
     norms = []
     for group in groups:
         norm = nn.utils.get_total_norm([p.grad for p in group], norm_type)  # type: ignore[misc]
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norms.append(_whole(norm) if isinstance(norm, DTensor) else norm)
     if not norms:
         return torch.tensor(0.0)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def _whole(norm: DTensor) -> torch.Tensor:
+    """A norm over all ranks, one dimension after the other: torch warns of several at once."""
+    kinds = list(norm.placements)
+    for dim in reversed(range(len(kinds))):
+        kinds[dim] = Replicate()
+        norm = norm.redistribute(placements=kinds)
+    return norm.to_local()

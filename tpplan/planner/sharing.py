@@ -6,7 +6,6 @@ which the former have their part as the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -45,21 +44,20 @@ class Sharing:
                 ep that cannot.
         """
         if self.ep == 1:
-            return self._shared(self.numbers, self.tp, whole)
+            return self._shared(self.tp, whole)
         if self.tp == 1:
-            apart = self._apart(self.numbers, self.ep)
+            apart = self._apart(self.ep)
             few = None if apart.thin is None else replace(apart.thin, cut={})
             return replace(apart, cut={}, thin=few)
         if whole:
-            return self._apart(self.numbers, self.ep * self.tp)
-        inner = self._shared(self.numbers, self.tp, False)
-        others = {n: v for n, v in self.numbers.items() if n not in inner.attributes}
-        return _both(inner, self._apart(others, self.ep))
+            return self._apart(self.ep * self.tp)
+        return _both(self._shared(self.tp, False), self._apart(self.ep))
 
-    def _shared(self, numbers: Mapping[str, int], ranks: int, whole: bool) -> Stacked:
-        return shared_experts(self.module, self.call, self.trace, numbers, ranks, assign, whole)
+    def _shared(self, ranks: int, whole: bool) -> Stacked:
+        how = self.trace, self.numbers, ranks, assign, whole
+        return shared_experts(self.module, self.call, *how)
 
-    def _apart(self, numbers: Mapping[str, int], ranks: int) -> Stacked:
+    def _apart(self, ranks: int) -> Stacked:
         """Whole experts for each of so many ranks."""
         held = (p for p in self.module._parameters.values() if p is not None and p.dim() >= 3)
         count = max(p.shape[0] for p in held)
@@ -70,7 +68,7 @@ class Sharing:
             message = f"{sizes} does not divide the {count} experts there are"
             raise NotOverEpError(message, f"{fit} may be {divisors(count)}")
         try:
-            return self._shared(numbers, ranks, True)
+            return self._shared(ranks, True)
         except NotStackedError as error:
             hint = "use the ranks of 'ep' for data parallelism, or for tp, which shares each expert"
             raise NotOverEpError(f"ep {self.ep}: {error}", hint) from error
@@ -80,6 +78,7 @@ def _both(inner: Stacked, apart: Stacked) -> Stacked:
     """Of whole experts, the columns that a tensor-parallel rank has."""
     few = inner.thin
     if few is not None and apart.thin is not None:
-        counts = {name: apart.thin.attributes[name] for name in apart.attributes}
+        own = [name for name in apart.attributes if name not in inner.attributes]
+        counts = {name: apart.thin.attributes[name] for name in own}
         few = replace(few, attributes={**few.attributes, **counts})
     return replace(inner, attributes={**apart.attributes, **inner.attributes}, thin=few)

@@ -95,7 +95,7 @@ def _named(rank: int, mesh: DeviceMesh) -> str:
     if mesh.ndim == 1:
         kind = "expert" if mesh.mesh_dim_names == ("ep",) else "tensor"
         return f"rank {rank} of the {kind}-parallel group"
-    return f"tp rank {rank % mesh.size(1)} of ep rank {rank // mesh.size(1)}"
+    return f"rank {rank} of the {mesh.size(0)} × {mesh.size(1)} of ep and tp"
 
 
 def _raise_difference(everyone: list[dict[str, str]], mesh: DeviceMesh) -> None:
@@ -111,6 +111,5 @@ def _raise_difference(everyone: list[dict[str, str]], mesh: DeviceMesh) -> None:
             more = f"; and {len(odd) - _SHOWN} more" * (len(odd) > _SHOWN)
             raise ValueError(
                 f"{_named(rank, mesh)} is about to do something else than rank "
-                f"0: {shown}{more}. Give all ranks the same model, plan, options and "
-                "versions"
+                f"0: {shown}{more}. Give all ranks the same model, plan, options and versions"
             )

@@ -95,8 +95,8 @@ def execute(
         try:
             out = shadow(*args, **kwargs)
         except Exception as error:
-            at = f"tp {compiled.tp}" + (f", ep {compiled.ep}" if compiled.ep > 1 else "")
-            message = f"the sharded model cannot be run at {at}: {error}"
+            ep = f", ep {compiled.ep}" if compiled.ep > 1 else ""
+            message = f"the sharded model cannot be run at tp {compiled.tp}{ep}: {error}"
             raise PlanError([Diagnostic(message)]) from error
         with tracker.during("backward"):
             result = objective(out)
