@@ -38,6 +38,7 @@ def test_every_layout(
 ) -> None:
     if large:
         monkeypatch.setattr("tpplan.observe.experts._SMALL", 0)
+        monkeypatch.setattr("tpplan.proof.miniature._LARGE", 16)
     model, plan = compiled(layout, tp, ep, whole)
     name = "layers.0.block.experts"
     assert plan.ep == ep

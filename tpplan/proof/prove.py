@@ -39,7 +39,7 @@ from tpplan.proof.calls import (
 )
 from tpplan.proof.exact import exact, widened
 from tpplan.proof.locate import Divergence, Seen, compare, rule_near, watched
-from tpplan.proof.miniature import miniature, unsharded
+from tpplan.proof.miniature import miniature, on_rank, unsharded
 from tpplan.proof.ranks import mean_over_ep, places_of
 from tpplan.proof.step import Result, Scene, step, worst
 from tpplan.rewrite import apply
@@ -220,7 +220,7 @@ def _on_rank(
     scenes: Sequence[Scene],
     expected: Sequence[Sequence[Result]],
 ) -> Finding | None:
-    model = copy.deepcopy(small)
+    model = on_rank(small, compiled)
     place, rank = places_of(mesh, compiled)
     with exact():
         apply(model, compiled, mesh, src_data_rank=None, outside=False)
@@ -282,8 +282,8 @@ def _departed(
 
         return watched(model, compiled, run)
 
-    def on_rank(mesh: DeviceMesh) -> tuple[int, Divergence] | None:
-        model = copy.deepcopy(small)
+    def compared(mesh: DeviceMesh) -> tuple[int, Divergence] | None:
+        model = on_rank(small, compiled)
         place, rank = places_of(mesh, compiled)
         with exact():
             apply(model, compiled, mesh, src_data_rank=None, outside=False)
@@ -293,7 +293,7 @@ def _departed(
     with exact():
         expected = [seen(unsharded(small), place) for place in range(compiled.ep)]
     try:
-        found = [f for f in simulate(compiled.tp, on_rank, compiled.ep) if f is not None]
+        found = [f for f in simulate(compiled.tp, compared, compiled.ep) if f is not None]
     except Exception:  # collectives that only the comparison makes
         found = []
     first = min(found, key=lambda f: f[0], default=(0, None))[1]
