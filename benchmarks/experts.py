@@ -34,8 +34,8 @@ EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 def whole() -> Any:
     """The unsharded model, of seeded random weights."""
     torch.manual_seed(0)
-    config = MixtralConfig(**{**LLAMA, **EXPERTS, "tie_word_embeddings": False})
-    return MixtralForCausalLM(config)
+    sizes = {**LLAMA, **EXPERTS, "tie_word_embeddings": False}
+    return MixtralForCausalLM(MixtralConfig.from_dict(sizes))
 
 
 def by_tpplan() -> nn.Module:

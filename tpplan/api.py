@@ -28,7 +28,7 @@ from tpplan.rewrite import apply, plan_of
 from tpplan.rewrite.launch import agreed
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.shipped import PlanSource, load_plan
-from tpplan.trainers import introduce
+from tpplan.trainers import introduce, introduce_experts
 
 if TYPE_CHECKING:
     from tpplan.cost.hardware import HardwareSource
@@ -94,6 +94,8 @@ def parallelize(
     adapters.introduce()
     if tp_mesh is not None and tp > 1:
         introduce(model, tp_mesh)
+    elif ep > 1:
+        introduce_experts(model, ep)
     return model
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tpplan
 from benchmarks import zoo
@@ -270,3 +272,46 @@ def clip_job(mesh: DeviceMesh) -> Errors:
 @pytest.mark.parametrize("shape", ["ep2", "ep2xtp2"])
 def test_clipping(ranks: Ranks, shape: str) -> None:
     assert not beyond(ranks.run(shape, clip_job), 1e-4)
+
+
+def ddp_job(mesh: DeviceMesh) -> Errors:
+    """Averaged by DistributedDataParallel, whose ranks are those of ep."""
+    found = Findings()
+    reference, model = built("qwen2_moe", mesh, False)
+    mine, group = place(mesh)
+    mean_of(reference, [batch(i) for i in range(group.size())])
+    wrapped = DistributedDataParallel(model, process_group=group)
+    objective(wrapped, batch(mine)).backward()
+    found.add("gradient", errors_of(gradients(reference), gradients(model)))
+    return found.errors
+
+
+def refused_job(mesh: DeviceMesh) -> str:
+    """What is said where other ranks than those of ep are to be averaged over."""
+    _, model = built("mixtral", mesh["ep"], False)
+    with pytest.raises(ValueError, match="cannot average the experts of ep ranks") as raised:
+        DistributedDataParallel(model)
+    return str(raised.value)
+
+
+def test_ddp(ranks: Ranks) -> None:
+    assert not beyond(ranks.run("ep4", ddp_job))
+    ranks.run("dp2xep2", refused_job)
+
+
+def launched_job(mesh: DeviceMesh, odd: int) -> str:
+    """Proved and launched, where one rank has another plan, if any; what is said."""
+    model = zoo.tiny("mixtral")
+    plan = plan_of(model, whole=dist.get_rank() == odd)
+    try:
+        tpplan.parallelize(model, plan, mesh=mesh, sequence_parallel=False)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_launch(ranks: Ranks) -> None:
+    assert ranks.run("ep2xtp2", launched_job, -1) == ["nothing"] * 4
+    for odd in (1, 2):
+        for said in ranks.run("ep2xtp2", launched_job, odd):
+            assert f"rank {odd} of the 2 × 2 of ep and tp is about to do something else" in said
