@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORLD = 4
 TIMEOUT = 120.0
+_SIZES = {"ep2": 2}  # of meshes with a name, where not of all ranks
 # imported once, by the process that the ranks are forked from: most of what a first test waits for
 PRELOADED = [
     "torch.distributed.fsdp",
@@ -70,7 +71,12 @@ def _serve_jobs(rank: int, world: int, store: str, pipe: Connection) -> None:
     for device in dict.fromkeys(("cpu", DEVICE)):
         for tp in range(2, world + 1):
             meshes[device, tp] = DeviceMesh(device, list(range(tp)), mesh_dim_names=("tp",))
+    for ep in (2, 4):
+        if ep <= world:
+            meshes["cpu", f"ep{ep}"] = DeviceMesh("cpu", list(range(ep)), mesh_dim_names=("ep",))
     if world == WORLD:
+        meshes["cpu", "ep2xtp2"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("ep", "tp"))
+        meshes["cpu", "dp2xep2"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "ep"))
         meshes["cpu", "2x2"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
         meshes["cpu", "1x4"] = DeviceMesh("cpu", [[0, 1, 2, 3]], mesh_dim_names=("dp", "tp"))
     while True:
@@ -119,9 +125,9 @@ class Ranks:
         ``function`` must be importable. A rank's exception is raised here.
 
         Args:
-            shape: a tp size, or "2x2" or "1x4": dp and tp.
+            shape: a tp size, or "2x2" or "1x4": dp and tp; "ep2", "ep4", "ep2xtp2", "dp2xep2".
         """
-        count = self._world if isinstance(shape, str) else shape
+        count = _SIZES.get(shape, self._world) if isinstance(shape, str) else shape
         pipes = self._pipes[:count]
         for pipe in pipes:
             pipe.send((function, (device, shape), args))

@@ -43,7 +43,7 @@ PERMITTED: Mapping[str, str] = {
     "trainers": "checkpoint rewrite",
     "adapters": "comm roles checkpoint",
     "hf": "language styles planner shipped",
-    "api": "compat language kernels compiled planner rewrite trainers adapters simulate cost "
+    "api": "compat language kernels comm compiled planner rewrite trainers adapters simulate cost "
     "shipped render proof",
     "pretrained": "models checkpoint shipped api",
     "cli": "version language models planner progress completion shipped render proof api",

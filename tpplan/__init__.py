@@ -11,6 +11,7 @@ from tpplan.version import __version__ as __version__
 if TYPE_CHECKING:
     from tpplan.api import advise, check, dry_run, parallelize, verify
     from tpplan.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+    from tpplan.comm.meshes import by_mesh, clip_grad_norm_
     from tpplan.hf import from_hf
     from tpplan.language import Plan, PlanError
     from tpplan.pretrained import from_pretrained
@@ -27,7 +28,9 @@ __all__ = [
     "Verification",
     "VerificationError",
     "advise",
+    "by_mesh",
     "check",
+    "clip_grad_norm_",
     "dry_run",
     "from_hf",
     "from_pretrained",
@@ -42,6 +45,7 @@ __all__ = [
 _ROOMS: Mapping[str, Sequence[str]] = {
     "api": ("advise", "check", "dry_run", "parallelize", "verify"),
     "checkpoint": ("CheckpointError", "load_checkpoint", "save_checkpoint"),
+    "comm.meshes": ("by_mesh", "clip_grad_norm_"),
     "hf": ("from_hf",),
     "language": ("Plan", "PlanError"),
     "pretrained": ("from_pretrained",),

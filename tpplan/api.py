@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpplan import adapters, proof
+from tpplan.comm.meshes import tp_of
 from tpplan.compat import fake_world
 from tpplan.compiled import CompiledPlan
 from tpplan.kernels.launch import interpreted
@@ -27,7 +28,7 @@ from tpplan.rewrite import apply, plan_of
 from tpplan.rewrite.launch import agreed
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.shipped import PlanSource, load_plan
-from tpplan.trainers import introduce
+from tpplan.trainers import introduce, introduce_experts
 
 if TYPE_CHECKING:
     from tpplan.cost.hardware import HardwareSource
@@ -53,8 +54,9 @@ def parallelize(
     Args:
         model: real, or on the meta device (then ``to_empty`` and load).
         plan: a ``Plan``, a path, a shipped plan's name, "auto", or a mapping.
-        mesh: the dimension named "tp" is used, or the only one. None: the whole world under
-            torchrun; tp 1 in a single process.
+        mesh: the dimensions named "tp" and "ep" are used, or the only one, for tp. Ranks of ep
+            have batches of their own, and share the experts of a mixture; see docs/guide.md.
+            None: the whole world under torchrun; tp 1 in a single process.
         sequence_parallel, kernels: override the plan's.
         inputs: a call the model accepts (a mapping of keyword arguments, a tuple, or a tensor),
             where token ids of shape (batch, sequence) are not one; or a list of calls, which
@@ -66,32 +68,34 @@ def parallelize(
 
     Raises:
         PlanError: with every problem of the plan, the model and their fit.
-        ValueError: where the model was parallelized before, or the mesh has no tp dimension; on
-            all ranks, where one fails or they were not called alike, with what differs.
+        ValueError: where the model was parallelized before, or the mesh has neither dimension, or
+            tp before ep; on all ranks, where one fails or they were not called alike, with what
+            differs.
     """
     if plan_of(model) is not None:
         raise ValueError(
             "this model was parallelized before; build a fresh one to shard it another way"
         )
-    tp_mesh = _tp_mesh(mesh) if mesh is not None else _world_mesh()
+    own, tp_mesh, ep = _own_mesh(mesh)
     tp = 1 if tp_mesh is None else tp_mesh.size()
 
     def compile_here() -> CompiledPlan:
         loaded = load_plan(plan, adapted_model(model))
-        return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs)
+        return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs, ep)
 
     words = {"prove": prove, "src_data_rank": src_data_rank}
-    compiled = agreed(model, tp_mesh, compile_here, words)
-    if tp_mesh is not None and tp > 1:
-        if tp_mesh.get_local_rank() == 0:
-            _warn(compiled)
+    compiled = agreed(model, own, compile_here, words)
+    if own is not None and tp * ep > 1:
+        _warn(compiled, own)
         if prove:
-            proof.prove_once(model, compiled, tp_mesh, inputs)
-        rehearse(model, compiled, tp_mesh, inputs)
-    apply(model, compiled, tp_mesh, src_data_rank)
+            proof.prove_once(model, compiled, own, inputs)
+        rehearse(model, compiled, own, inputs)
+    apply(model, compiled, own, src_data_rank)
     adapters.introduce()
     if tp_mesh is not None and tp > 1:
         introduce(model, tp_mesh)
+    elif ep > 1:
+        introduce_experts(model, ep)
     return model
 
 
@@ -102,6 +106,7 @@ def dry_run(
     batch: int = 1,
     seq: int = 2048,
     *,
+    ep: int = 1,
     sequence_parallel: bool | None = None,
     kernels: str | Mapping[str, str] | None = None,
     inputs: Any = None,
@@ -120,7 +125,8 @@ def dry_run(
     size; the model (on meta or real) is not changed, and no ranks are needed.
 
     Args:
-        batch, seq: the shape of the token ids it is run with.
+        batch, seq: the shape of the token ids it is run with; of each rank of ep.
+        ep: how many times ``tp`` ranks there are, with tokens of their own, that share experts.
         inputs: a call the model accepts, where token ids are not one.
         loss: whether the token ids are given as ``labels`` too, for the model's own loss; else
             the backward pass starts from the logits.
@@ -128,8 +134,7 @@ def dry_run(
             list of parameters to a ``torch.optim.Optimizer``, or None for no step.
         max_norm: to which gradients are clipped before the step; None where they are not.
         master_weights: whether 16-bit parameters have float32 copies for the optimizer.
-        checkpointing: whether every layer is recomputed in the backward pass. The report has the
-            memory of both.
+        checkpointing: whether layers are recomputed in backward. The report has both memories.
         fold: whether of equal layers only a few are executed; their repetition is checked.
         hardware: what it is timed on: a shipped profile's name, a YAML file, or a ``Hardware``;
             None for h100-nvlink.
@@ -146,11 +151,11 @@ def dry_run(
     from tpplan.simulate.execute import Training
     from tpplan.simulate.optimizers import optimizer_named
 
-    loaded = load_plan(plan, adapted_model(model))
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, batch, seq)
-    setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs)
+    loaded = load_plan(plan, adapted_model(model))
+    setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs, ep)
     timed_on = cost.load_hardware(hardware or cost.DEFAULT)
     found = cost.dry_run(model, setting, batch, seq, training, fold, timed_on)
     return Report.of(cost.with_companions(model, setting, found) if compare else found)
@@ -211,26 +216,31 @@ def check(
     tp: int,
     sequence_parallel: bool | None = None,
     *,
+    ep: int = 1,
     inputs: Any = None,
 ) -> CompiledPlan:
     """Everything ``parallelize`` checks, without ranks and without touching the model.
 
+    Args:
+        ep: how many times as many ranks, with other batches, share the experts of a mixture.
+
     Raises:
         PlanError: with every problem found.
     """
-    compiled = compile_plan(
-        model, load_plan(plan, adapted_model(model)), tp, sequence_parallel, inputs=inputs
-    )
-    if tp > 1:
-        _warn(compiled)
+    loaded = load_plan(plan, adapted_model(model))
+    compiled = compile_plan(model, loaded, tp, sequence_parallel, inputs=inputs, ep=ep)
+    if tp * ep > 1:
+        _warn(compiled, None)
         proof.prove(model, compiled, inputs)
-        with fake_world(tp) as mesh:
+        with fake_world(tp, ep=ep) as mesh:
             rehearse(model, compiled, mesh, inputs)
     return compiled
 
 
-def _warn(compiled: CompiledPlan) -> None:
-    """Of what was not proved, as nothing came to it."""
+def _warn(compiled: CompiledPlan, mesh: DeviceMesh | None) -> None:
+    """Of what was not proved, as nothing came to it; on the first rank of a mesh."""
+    if mesh is not None and any(mesh.get_coordinate() or ()):
+        return
     unreached = [path for path, plan in compiled.modules.items() if plan.unreached]
     if unreached:
         message = (
@@ -245,6 +255,7 @@ def verify(
     plan: PlanSource,
     tp: int = 2,
     *,
+    ep: int = 1,
     sequence_parallel: bool | None = None,
     kernels: str | Mapping[str, str] | None = None,
     inputs: Any = None,
@@ -260,6 +271,8 @@ def verify(
 
     Args:
         make_model: a function that makes the model, or the model; with real weights.
+        ep: how many times ``tp`` ranks there are, each time with a batch of their own, which share
+            the experts of a mixture: their gradients must be the mean over the batches.
         sequence_parallel: one mode only; None for plain TP and, where the plan has it, TP+SP.
         kernels: override the plan's.
         inputs: a call the model accepts, where token ids are not one; or a list of calls, each of
@@ -292,16 +305,27 @@ def verify(
         processes=processes,
         tolerance=tolerance,
         seed=seed,
+        ep=ep,
     )
 
 
-def _tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def _own_mesh(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh | None, int]:
+    """The ranks that share the model, (tp), (ep) or (ep, tp); those of tp; how many are of ep."""
+    if mesh is None:
+        world = _world_mesh()
+        return world, world, 1
     names = mesh.mesh_dim_names or ()
-    if "tp" in names:
-        return mesh if mesh.ndim == 1 else mesh["tp"]
-    if mesh.ndim == 1:
-        return mesh
-    raise ValueError(f"the mesh has no dimension named 'tp', only {names or 'unnamed ones'}")
+    own = tuple(n for n in names if n in ("ep", "tp"))
+    if not own and mesh.ndim == 1:
+        return mesh, mesh, 1
+    if not own:
+        raise ValueError(f"the mesh has no dimension named 'tp', only {names or 'unnamed ones'}")
+    if own == ("tp", "ep"):
+        raise ValueError("the mesh has 'tp' before 'ep'; name 'ep' first, and 'tp' last")
+    own = tuple(n for n in own if mesh.size(names.index(n)) > 1) or own[-1:]
+    ep = mesh.size(names.index("ep")) if "ep" in own else 1
+    mesh = mesh if own == names else mesh[own]
+    return mesh, tp_of(mesh, ep), ep
 
 
 def _world_mesh() -> DeviceMesh | None:

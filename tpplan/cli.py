@@ -104,7 +104,7 @@ Command = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.Arg
 
 def _reports(command: Command) -> None:
     dry_run = command("dry-run", _dry_run, "what a plan does to a model, without running it")
-    _plan_and_model(dry_run, tp=None)
+    _plan_and_model(dry_run, tp=None, spread=True)
     _how_trained(dry_run)
     dry_run.add_argument("--batch", type=_positive, default=1)
     dry_run.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
@@ -129,14 +129,14 @@ def _reports(command: Command) -> None:
 
 def _checks(command: Command) -> None:
     verify = command("verify", _verify, "prove a plan: simulated ranks against the whole model")
-    _plan_and_model(verify)
+    _plan_and_model(verify, spread=True)
     real = "real gloo processes instead of simulated ranks"
     verify.add_argument("--processes", action="store_true", help=real)
     _example_inputs(verify)
     _kernels(verify)
 
     check = command("check", _check, "what is wrong with a plan, on its own or for a model")
-    _plan_and_model(check, model_required=False)
+    _plan_and_model(check, model_required=False, spread=True)
     _example_inputs(check)
 
     explain = command("explain", _explain, "what becomes of one module, and why")
@@ -154,12 +154,15 @@ def _plan_and_model(
     model_required: bool = True,
     tp: int | None = 2,
     sized: bool = True,
+    spread: bool = False,
 ) -> None:
     sub.add_argument("plan", help="a plan file, or a shipped plan's name")
     kinds = "config.json, a folder with one, or package.module:factory"
     sub.add_argument("--model", required=model_required, help=kinds)
     if sized:
         sub.add_argument("--tp", type=_positive, default=tp, required=tp is None, help="ranks")
+        if spread:
+            sub.add_argument("--ep", type=_positive, default=1, help="groups that share experts")
         sub.add_argument("--sequence-parallel", action=_EITHER, help="override the plan's")
 
 
@@ -208,6 +211,7 @@ def _dry_run(args: argparse.Namespace) -> int:
             args.plan,
             args.tp,
             args.batch,
+            ep=args.ep,
             sequence_parallel=args.sequence_parallel,
             compare=args.html is not None,
             **_training(args),
@@ -300,7 +304,8 @@ def _check(args: argparse.Namespace) -> int:
 
         model, inputs = build(args.model), _inputs(args.input) or None
         progress.say(f"proving {args.plan} on it at tp {args.tp}")
-        compiled = check(model, args.plan, args.tp, args.sequence_parallel, inputs=inputs)
+        how = args.plan, args.tp, args.sequence_parallel
+        compiled = check(model, *how, ep=args.ep, inputs=inputs)
     mode = "TP+SP" if compiled.sequence_parallel else "TP"
     print(f"{compiled.plan.name}: fits this model at tp {args.tp}, {mode}")
     return FINE
@@ -313,19 +318,18 @@ def _verify(args: argparse.Namespace) -> int:
         from tpplan.proof import describe
 
         model, note = made_runnable(build(args.model))
-        progress.say(f"comparing {args.tp} ranks with the whole model, every gradient")
+        progress.say(f"comparing {args.tp * args.ep} ranks with the whole model, every gradient")
         result = verify(
             model,
             args.plan,
             args.tp,
+            ep=args.ep,
             sequence_parallel=args.sequence_parallel,
             kernels=args.kernels,
             inputs=_inputs(args.input) or None,
             processes=args.processes,
         )
-    if note:
-        print(note)
-    print(describe(result))
+    print(*filter(None, (note, describe(result))), sep="\n")
     return FINE
 
 

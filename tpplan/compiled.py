@@ -42,6 +42,7 @@ class ParameterPlan:
     Attributes:
         shape: global; local_shape: of the first rank, which has the most rows.
         summed: whether its gradient is summed over the ranks, because each rank's is only a part.
+        over_ep: its placement over the ranks of a mesh's dimension ep, where it is not whole there.
         aliases: its other names where it is tied.
         rule: the rule that decided, or None where it is small and was left replicated.
     """
@@ -52,14 +53,20 @@ class ParameterPlan:
     placement: Placement
     local_shape: tuple[int, ...]
     summed: bool = False
+    over_ep: Placement | None = None
     aliases: tuple[str, ...] = ()
     rule: Rule | None = None
 
     @property
     def placed(self) -> str:
         """The placement in a few characters, for reports."""
-        short = isinstance(self.placement, Rows)
-        return str(self.placement) if short else repr(self.placement).replace("(dim=", "(")
+        own = _short(self.placement)
+        return own if self.over_ep is None else f"{_short(self.over_ep)} over ep, {own}"
+
+
+def _short(placement: Placement) -> str:
+    short = isinstance(placement, Rows)
+    return str(placement) if short else repr(placement).replace("(dim=", "(")
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,7 @@ class ModulePlan:
             every rank, each of which sends the same gradient back into the block.
         summed: of a module that multiplies by its own cut parameters.
         thin: of a module of large experts.
+        dispatched: whether it holds whole experts of a rank of ep, to which tokens are sent.
         container: whether the stream passes through it in its global form.
         draws: what it draws random numbers for in training (dropout), None where it draws none.
         read: whether other modules' code computes with its parameters (a vocabulary's table, say).
@@ -211,6 +219,7 @@ class ModulePlan:
     escaping: tuple[Place, ...] = ()
     summed: Summed | None = None
     thin: ThinExperts | None = None
+    dispatched: bool = False
     container: bool = False
     draws: DrawnFor | None = None
     read: bool = False
@@ -224,9 +233,10 @@ class ModulePlan:
 
 @dataclass(frozen=True)
 class CompiledPlan:
-    """A plan compiled onto one model, for one tp.
+    """A plan compiled onto one model, for one tp and ep.
 
     Attributes:
+        ep: by how many ranks, each with tokens of its own, whole experts are shared.
         modules: by path, in the order of ``named_modules()``.
         parameters: by name, in the order of ``named_parameters()``.
         kernels: the implementation asked for, by kind of kernel: triton, torch or auto.
@@ -240,6 +250,7 @@ class CompiledPlan:
     parameters: Mapping[str, ParameterPlan]
     kernels: Mapping[str, str] = field(default_factory=FrozenMap)
     unmatched: tuple[str, ...] = ()
+    ep: int = 1
 
     def parameter(self, name: str) -> ParameterPlan:
         """The entry of a parameter under any of its names; KeyError where there is none."""

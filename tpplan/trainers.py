@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.data import RandomSampler
 
 from tpplan.checkpoint import teach_saving, whole_state
@@ -38,6 +39,32 @@ def introduce(model: nn.Module, mesh: DeviceMesh) -> None:
     accelerate = sys.modules.get("accelerate")
     if hasattr(accelerate, "ParallelismConfig"):  # those before 1.10 know of no sharded models
         _teach(accelerate)
+
+
+def introduce_experts(model: nn.Module, ep: int) -> None:
+    """Let DistributedDataParallel average all but the experts that the ``ep`` ranks share."""
+    vars(model)["_ddp_params_and_buffers_to_ignore"] = _Shared(weakref.ref(model), ep)
+
+
+class _Shared:
+    """Read by DistributedDataParallel: the parameters whose gradients are means already."""
+
+    def __init__(self, model: weakref.ref[nn.Module], ep: int) -> None:
+        self.model, self.ep = model, ep
+
+    def __iter__(self) -> Iterator[str]:
+        model = self.model()
+        if dist.get_world_size() != self.ep:
+            raise ValueError(
+                "DistributedDataParallel cannot average the experts of ep ranks over others: apply "
+                'fully_shard(experts, mesh=mesh["dp"]) to them, and fully_shard over dp and ep to '
+                "the rest"
+            )
+        named = () if model is None else model.named_parameters()
+        yield from [name for name, p in named if isinstance(p, DTensor)]
+
+    def __reduce__(self) -> Any:
+        return list, ()  # copies are for other models
 
 
 class _Refusal:

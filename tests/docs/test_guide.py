@@ -77,11 +77,12 @@ def test_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_training(folder: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+@pytest.mark.parametrize(("script", "ranks"), [("train.py", 2), ("train_experts.py", 4)])
+def test_training(folder: Path, script: str, ranks: int) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     paths = os.pathsep.join([str(ROOT), str(folder)])
     done = subprocess.run(
-        [*launcher, "--master-port", str(20_000 + os.getpid() % 20_000), "train.py"],
+        [*launcher, "--master-port", str(20_000 + os.getpid() % 20_000), script],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},

@@ -26,6 +26,7 @@ EXEMPT: Mapping[str, tuple[str, ...]] = {
     "what collectives are for, in reports": (
         "inputs of the ranks, compared",
         "experts that the ranks chose, compared",
+        "how many tokens chose each expert",
         "sum of the gradients of replicated parameters",
         "gradient of what is given for all heads",
         "largest logit of each token",

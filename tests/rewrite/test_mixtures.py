@@ -26,15 +26,21 @@ RATE = 0.5
 def pair(name: str, mesh: DeviceMesh, sp: bool, whole: bool = False) -> tuple[nn.Module, nn.Module]:
     """A model, and the same sharded; ``whole``: whether by whole experts."""
     reference = zoo.tiny(name)
-    plan = tpplan.load_plan("auto", reference)
-    if whole:
-        own = {"style": "experts", "shard": "experts"}
-        experts = {r.pattern.text: own for r in plan.rules if r.style == own["style"]}
-        plan = tpplan.load_plan({"tpplan": 1, "extends": plan.name, "rules": experts})
+    plan = plan_of(reference, whole)
     model = tpplan.parallelize(
         copy.deepcopy(reference), plan, mesh=mesh, sequence_parallel=sp, prove=False
     )
     return reference, model
+
+
+def plan_of(model: nn.Module, whole: bool) -> Any:
+    """The shipped one; ``whole``: by whole experts."""
+    plan = tpplan.load_plan("auto", model)
+    if not whole:
+        return plan
+    own = {"style": "experts", "shard": "experts"}
+    experts = {r.pattern.text: own for r in plan.rules if r.style == own["style"]}
+    return tpplan.load_plan({"tpplan": 1, "extends": plan.name, "rules": experts})
 
 
 def trained(model: Any, recompute: bool) -> list[torch.Tensor]:

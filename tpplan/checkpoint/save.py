@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpplan.checkpoint.files import INDEX, SINGLE, CheckpointError, Stored, stored_in
 from tpplan.checkpoint.layout import File, laid_out
 from tpplan.checkpoint.parts import bytes_of, chunks_of, is_first_with
 from tpplan.checkpoint.read import runs
-from tpplan.checkpoint.together import everyones, from_first, is_first, rank, together
+from tpplan.checkpoint.together import everyones, from_first, is_first, together
 from tpplan.comm.chunked import Chunked
 
 _MOST = 5 * 10**9
@@ -77,26 +78,32 @@ def _begin(draft: Path, files: Iterable[File]) -> None:
 
 @torch.no_grad()
 def _write(tensors: Mapping[str, torch.Tensor], files: Iterable[File]) -> None:
-    lowest = _lowest(tensors.values())
+    lowest, first = _lowest(tensors.values()), is_first()
     for file in files:
         with file.path.open("r+b", buffering=0) as out:
             for name, stored in file.tensors.items():
-                for offsets, local in _own(tensors[name], lowest):
+                tensor = tensors[name]
+                holds = lowest[tensor.device_mesh] if isinstance(tensor, DTensor) else first
+                for offsets, local in _own(tensor, holds):
                     _put(out.fileno(), local, stored, offsets)
             os.fsync(out.fileno())
 
 
-def _lowest(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether this rank is of the first of several groups that each hold the whole model."""
-    meshes = (t.device_mesh.mesh for t in tensors if isinstance(t, DTensor))
-    first = next((int(mesh.min()) for mesh in meshes), rank())
-    return first == min(everyones(first))
+def _lowest(tensors: Iterable[torch.Tensor]) -> dict[DeviceMesh, bool]:
+    """Whether this rank is of the first of several groups that each hold all of a tensor.
+
+    By the mesh of the tensor: experts may be on a larger one than the rest.
+    """
+    meshes = dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor))
+    mine = [int(mesh.mesh.min()) for mesh in meshes]
+    least = [min(some) for some in zip(*everyones(mine), strict=True)]
+    return {mesh: m == first for mesh, m, first in zip(meshes, mine, least, strict=True)}
 
 
 def _own(tensor: torch.Tensor, lowest: bool) -> Iterator[tuple[Sequence[int], torch.Tensor]]:
     """The blocks of a tensor that this rank writes: each is written once."""
     if not isinstance(tensor, DTensor):
-        yield from chunks_of(tensor) if is_first() else ()
+        yield from chunks_of(tensor) if lowest else ()
         return
     here = tensor.device_mesh.get_coordinate() or ()
     alike = zip(here, tensor.placements, strict=True)

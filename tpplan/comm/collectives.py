@@ -48,13 +48,15 @@ class Group:
 class Site:
     """Where a collective comes from: the module it serves, why, and the rule that caused it.
 
-    ``phase`` is set where it is not the phase the collective happens to be issued in.
+    ``phase`` is set where it is not the phase the collective happens to be issued in; ``routed``
+    where it hangs on numbers how much is sent to whom.
     """
 
     module: str
     reason: str
     rule: str | None = None
     phase: str | None = None
+    routed: bool = False
 
 
 class Observer(TorchDispatchMode):
@@ -184,6 +186,19 @@ def _unpacked(
         chunks = chunks.view(group.size, *shape).movedim(0, dim)
     whole = chunks.reshape([*shape[:dim], rows, *shape[dim + 1 :]])
     return whole if always(rows == length) else first_rows(whole, dim, length)
+
+
+def all_to_all(
+    x: torch.Tensor, sent: list[int], received: list[int], group: Group, site: Site
+) -> torch.Tensor:
+    """The rows that the ranks have for this one, in their order.
+
+    Args:
+        x: (rows, ...), first those for rank 0.
+        sent, received: how many rows go to each rank, and come from it.
+    """
+    op = _ops.all_to_all_single
+    return Handle(_started(site, op, x.contiguous(), received, sent, group.name), site).wait()
 
 
 def start_reduce_scatter(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan import compat
+from tpplan.comm.meshes import ep_of, tp_of
 from tpplan.comm.parts import scattered
 from tpplan.comm.rows import RowsTensor, taken
 from tpplan.layout import Rows
@@ -32,6 +33,27 @@ def distributed(
     compat.full_states_by(Rows, taken)
     local = scattered(value, mesh, placement, source)
     return RowsTensor.wrap(local, mesh, placement, value.shape)
+
+
+def distributed_over_ep(
+    value: torch.Tensor, mesh: DeviceMesh, placement: Placement, source: int | None
+) -> DTensor:
+    """``value`` cut along its first dimension over the ranks of ep, and then as ``placement`` says.
+
+    Args:
+        mesh: of the ranks of ep, or of those and of the tensor-parallel ones.
+    """
+    ep, tp = ep_of(mesh, 2), tp_of(mesh, 2)
+    assert ep is not None
+    own = distribute_tensor(value, ep, [Shard(0)], src_data_rank=source)
+    local, kind = compat.local_of(own), DTensor
+    kinds: list[Placement] = [Shard(0)]
+    if tp is not None:
+        part = distributed(local, tp, placement, source)
+        local, kinds, kind = compat.local_of(part), [Shard(0), placement], type(part)
+    if local._is_view():
+        local = local.clone()
+    return compat.dtensor(local, compat.dtensor_spec(mesh, kinds, value.shape, value.dtype), kind)
 
 
 def loaded(value: torch.Tensor, like: DTensor) -> DTensor:

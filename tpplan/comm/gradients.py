@@ -28,6 +28,7 @@ def localize(
     group: Group,
     site: Site,
     divided: Sequence[bool] = (),
+    means: Sequence[int] = (),
 ) -> tuple[torch.Tensor, ...]:
     """The local tensors of ``parameters``, some of which need gradients; differentiable.
 
@@ -40,9 +41,11 @@ def localize(
         site: what the summing collective is reported under.
         divided: for each, whether it is of a module that only some of the ranks run (one for each
             head); the others take part in its sum with zeros.
+        means: for each, of how many ranks with tokens of their own its gradient holds the sum,
+            of which it is to be the mean.
     """
     trained = tuple(p.requires_grad for p in parameters)
-    known = tuple(summed), trained, tuple(divided) if any(divided) else ()
+    known = tuple(summed), trained, tuple(divided) if any(divided) else (), tuple(means)
     return _Localize.apply(known, group, site, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -69,13 +72,13 @@ class _Localize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        known: tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...]],
+        known: tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...], tuple[int, ...]],
         group: Group,
         site: Site,
         *parameters: DTensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.summed, ctx.trained, ctx.divided = known
+        ctx.summed, ctx.trained, ctx.divided, ctx.means = known
         ctx.group, ctx.site = group, site
         ctx.specs = [compat.spec_of(p) for p in parameters]
         if torch.compiler.is_compiling():  # which cannot make their gradients from the specs
@@ -103,6 +106,9 @@ class _Localize(torch.autograd.Function):
                 local[i] = _with_sum(grads[i], part, ctx.specs[i], ctx.group)  # type: ignore[arg-type]
         for i in _shared(local, ctx):
             local[i] = local[i].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
+        for grad, ranks in zip(local, ctx.means, strict=False):
+            if grad is not None and ranks > 1:
+                grad.div_(ranks)  # nobody else's, as of now
         if torch.compiler.is_compiling():
             return (None, None, None, *_traced(local, ctx.specs, ctx.saved_tensors))
         wrapped = (
@@ -201,9 +207,12 @@ def _with_sum(
 def _differentiably(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[DTensor | None]:
     transition = Transition(ctx.group, ctx.site, ctx.site)
     wrapped: list[DTensor | None] = []
-    for grad, summed, spec in zip(grads, ctx.summed, ctx.specs, strict=True):
+    means = ctx.means or (1,) * len(grads)
+    for grad, summed, spec, ranks in zip(grads, ctx.summed, ctx.specs, means, strict=True):
         if grad is not None and summed:
             part = reduce_out(_summed_part(grad, spec, ctx.group), transition)
             grad = _with_sum(grad, part, spec, ctx.group)
+        if grad is not None and ranks > 1:
+            grad = grad / ranks
         wrapped.append(None if grad is None else _wrapped(grad, spec))
     return wrapped

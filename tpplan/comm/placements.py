@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compat import DTensorSpec
+from tpplan.compat import DTensorSpec, StridedShard
 from tpplan.layout import Rows
 
 Placed = DTensor | DTensorSpec
@@ -76,11 +76,13 @@ def block(t: DTensor) -> list[tuple[int, int]]:
     Of the whole tensor; under ``Rows``, of what its tensor-parallel rank holds.
     """
     cuts, lengths = list(enumerate(t.placements)), list(t.shape)
-    first, rows = cuts.pop(tp_dim(t.device_mesh)), ranges_of(t)
-    if rows is None:
-        cuts.insert(0, first)
-    else:
+    rows = ranges_of(t)
+    if rows is not None:
+        del cuts[tp_dim(t.device_mesh)]
         lengths[rows.dim] = rows.length()
+    # one after the other, but for what FSDP2 cut of what others had cut before
+    later = [cut for cut in cuts if isinstance(cut[1], StridedShard)]
+    cuts = [cut for cut in cuts if cut not in later] + later[::-1]
     ranges = [(0, length) for length in lengths]
     for i, kind in cuts:
         if not kind.is_replicate():

@@ -42,6 +42,7 @@ from tpplan.compat.pipelines import only_sizes_count as only_sizes_count
 from tpplan.compat.sizes import always as always
 from tpplan.compat.sizes import larger as larger
 from tpplan.compat.sizes import smaller as smaller
+from tpplan.compat.tensors import StridedShard as StridedShard
 from tpplan.compat.tensors import dtensor as dtensor
 from tpplan.compat.tensors import dtensor_spec as dtensor_spec
 from tpplan.compat.tensors import full_states_by as full_states_by
@@ -52,4 +53,5 @@ from tpplan.compat.tensors import shards_of as shards_of
 from tpplan.compat.tensors import spec_of as spec_of
 from tpplan.compat.tensors import unflattened as unflattened
 from tpplan.compat.worlds import fake_world as fake_world
+from tpplan.compat.worlds import mesh_of_all as mesh_of_all
 from tpplan.compat.worlds import simulate as simulate

@@ -10,11 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import register_sharding
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.compat.replaced import there
 from tpplan.compat.sizes import larger
+
+StridedShard = _StridedShard
+"""What FSDP2 cut of what was cut along that dimension before."""
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:

@@ -40,8 +40,8 @@ def _same_excepthook() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """A process group of ``size`` ranks in which nothing is sent, and its 1-D mesh.
+def fake_world(size: int, rank: int = 0, ep: int = 1) -> Iterator[DeviceMesh]:
+    """A process group in which nothing is sent, and its mesh of ``size`` ranks, ``ep`` times.
 
     A live process group is set aside for the duration and put back afterwards, so that a dry run
     can be asked for in the middle of a real run.
@@ -59,10 +59,10 @@ def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
     c10d._update_default_pg(None)
     try:
         with _same_excepthook():
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size * ep)
         try:
-            # DTensor's caches go by mesh equality: a name no real mesh has keeps them apart
-            yield init_device_mesh("cpu", (size,), mesh_dim_names=("dry run",))
+            # DTensor's caches go by mesh equality: names no real mesh has keep them apart
+            yield mesh_of_all(size, ep, "dry run")
         finally:
             dist.destroy_process_group()
     finally:
@@ -73,9 +73,18 @@ def fake_world(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
             torch._C._distributed_c10d._register_process_group(name, group)
 
 
+def mesh_of_all(tp: int, ep: int, prefix: str = "") -> DeviceMesh:
+    """The mesh (tp), (ep) or (ep, tp) of all ranks of the process group, on the CPU."""
+    sizes = {"ep": ep, "tp": tp} if tp > 1 and ep > 1 else {"ep": ep} if ep > 1 else {"tp": tp}
+    names = tuple(f"{prefix} {name}".strip() for name in sizes)
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=names)
+
+
 @_same_excepthook()
-def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
-    """``job(mesh)`` on ``size`` ranks that are threads of this process; what each returned.
+def simulate(size: int, job: Callable[[DeviceMesh], Any], ep: int = 1) -> list[Any]:
+    """``job(mesh)`` on ranks that are threads of this process; what each returned.
+
+    They are ``size``, ``ep`` times, on the mesh (tp), (ep) or (ep, tp).
 
     Every rank runs the very code a process would, its Python branches included; collectives meet
     in memory. The first exception of a rank is raised here.
@@ -90,15 +99,15 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
         _uninstall_threaded_pg,
     )
 
-    results: list[Any] = [None] * size
+    world = size * ep
+    results: list[Any] = [None] * world
     failures: list[BaseException] = []
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def run(rank: int) -> None:
         try:
-            c10d.init_process_group("threaded", rank=rank, world_size=size, store=store)
-            mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-            results[rank] = job(mesh)
+            c10d.init_process_group("threaded", rank=rank, world_size=world, store=store)
+            results[rank] = job(mesh_of_all(size, ep))
         except BaseException as error:
             failures.append(error)
             ProcessLocalGroup.exception_handle(error)
@@ -109,7 +118,7 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any]) -> list[Any]:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     _install_threaded_pg()
     try:
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
         for thread in threads:
             thread.start()
         _join(threads, failures, ProcessLocalGroup.exception_handle)

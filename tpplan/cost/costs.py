@@ -89,7 +89,9 @@ ALGORITHMS: Mapping[str, tuple[Algorithm, ...]] = {
 _SCATTERED = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
 
 
-def collective_cost(kind: str, data_bytes: int, ranks: int, hardware: Hardware) -> Cost:
+def collective_cost(
+    kind: str, data_bytes: int, ranks: int, hardware: Hardware, stride: int = 1
+) -> Cost:
     """What a collective costs on ``hardware``, at the bandwidths that are reached.
 
     Ranks fill nodes one after the other. Within one node, all-gather and reduce-scatter take
@@ -103,6 +105,8 @@ def collective_cost(kind: str, data_bytes: int, ranks: int, hardware: Hardware) 
         data_bytes: D, of the whole tensor: what an all-reduce sums, what an all-gather yields,
             what a reduce-scatter takes, what a rank has in an all-to-all.
         ranks: N.
+        stride: by how much the numbers of two neighbours differ: of a node's ranks only so many
+            take part.
 
     Raises:
         ValueError: where there is no such collective, or nobody to take part.
@@ -112,8 +116,8 @@ def collective_cost(kind: str, data_bytes: int, ranks: int, hardware: Hardware) 
     if ranks < 1:
         raise ValueError(f"a collective of {ranks} ranks")
     real = hardware.reached
-    inside = min(ranks, real.node)
-    nodes = math.ceil(ranks / real.node)
+    there = max(real.node // stride, 1)
+    inside, nodes = min(ranks, there), math.ceil(ranks / there)
     travels = data_bytes / inside if kind in _SCATTERED else data_bytes
     levels = ((data_bytes, inside, real.link), (travels, nodes, real.network))
     parts = [_cheapest(kind, size, group, link) for size, group, link in levels if group > 1]

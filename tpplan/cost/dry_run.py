@@ -30,11 +30,12 @@ class Setting:
     sequence_parallel: bool | None = None
     kernels: str | Mapping[str, str] | None = None
     inputs: Any = None
+    ep: int = 1
 
     def compile(self, model: nn.Module) -> CompiledPlan:
         """The plan, compiled onto ``model``."""
         how = (self.sequence_parallel, self.kernels, self.inputs)
-        return compile_plan(model, self.plan, self.tp, *how)
+        return compile_plan(model, self.plan, self.tp, *how, self.ep)
 
 
 def with_labels(model: nn.Module, inputs: Any, batch: int, seq: int) -> dict[str, Any]:

@@ -65,6 +65,14 @@ class DryRun:
         """Bytes a rank sends in ``phase`` (ring algorithms)."""
         return sum(c.bytes for c in self.collectives if c.phase == phase)
 
+    def worst_bytes_sent(self, phase: str) -> int:
+        """The same where all tokens choose the experts of one rank: of that rank's exchanges.
+
+        As much as ``bytes_sent`` where nothing hangs on what tokens choose.
+        """
+        found = (c for c in self.collectives if c.phase == phase)
+        return sum(c.bytes if c.worst_bytes is None else c.worst_bytes for c in found)
+
     @cached_property
     def memory(self) -> Memory:
         """Bytes on the first rank, which has the most."""

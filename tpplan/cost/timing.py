@@ -204,7 +204,7 @@ def _matmul_seconds(matmul: Matmul, real: Hardware) -> tuple[float, Literal["flo
 
 
 def _collective_cost(c: Collective, hardware: Hardware) -> Cost:
-    return collective_cost(c.kind, data_bytes(c.shape, c.dtype), c.ranks, hardware)
+    return collective_cost(c.kind, data_bytes(c.shape, c.dtype), c.ranks, hardware, c.stride)
 
 
 def _spans(step: Step, hardware: Hardware, now: float, hidden: float) -> Iterable[Span]:

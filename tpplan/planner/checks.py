@@ -44,6 +44,13 @@ def check_modules(model: nn.Module, tp: int, complaints: Complaints) -> None:
         complaints.say(message, hint="parallelize a model once, and before FSDP")
 
 
+def say_no_experts(ep: int, complaints: Complaints) -> None:
+    """Where ranks are to share experts, and the plan knows of none."""
+    message = f"ep {ep}: no rule of the plan is of experts that these ranks could share"
+    hint = "leave the dimension 'ep' to data parallelism, or give the experts a rule"
+    complaints.say(message, complaints.position_of("rules:"), hint)
+
+
 def _quantised(module: nn.Module) -> str | None:
     """What is said of a weight that holds its numbers in a way of its own."""
     weight = module._parameters.get("weight")

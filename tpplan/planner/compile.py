@@ -47,10 +47,12 @@ def compile_plan(
     sequence_parallel: bool | None = None,
     kernels: str | Mapping[str, str] | None = None,
     inputs: Any = None,
+    ep: int = 1,
 ) -> CompiledPlan:
     """Compile ``plan`` onto ``model`` for ``tp`` ranks; nothing of the model changes.
 
     Args:
+        ep: how many ranks, each with tokens of its own, share whole experts.
         sequence_parallel, kernels: override the plan's.
         inputs: a call the model accepts (a mapping of keyword arguments, a tuple, or a tensor) to
             trace it with, or a list of calls; by default token ids of shape (2, 8).
@@ -59,7 +61,7 @@ def compile_plan(
         PlanError: with every problem found.
     """
     with same_randomness():
-        compiler = _Compiler(model, plan, tp, sequence_parallel)
+        compiler = _Compiler(model, plan, tp, sequence_parallel, ep)
         compiler.check_structure(kernels)
         if compiler.complaints.wrong:
             compiler.check_sizes(inputs)
@@ -73,11 +75,12 @@ class _Compiler(Outcome):
     """Finds it all, step by step."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool | None
+        self, model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool | None, ep: int
     ) -> None:
-        if tp < 1:
-            raise PlanError([Diagnostic(f"tp must be at least 1, not {tp}")])
-        self.model, self.plan, self.tp = model, plan, tp
+        for name, size in (("tp", tp), ("ep", ep)):
+            if size < 1:
+                raise PlanError([Diagnostic(f"{name} must be at least 1, not {size}")])
+        self.model, self.plan, self.tp, self.ep = model, plan, tp, ep
         asked = plan.sequence_parallel if sequence_parallel is None else sequence_parallel
         self.sequence_parallel = asked and tp > 1
         self.matches, wrong = match(plan, model)
@@ -87,7 +90,7 @@ class _Compiler(Outcome):
         # lists with a module for each head
         self.lists = {p for p, style in self.styles.items() if style.is_list(modules[p])}
         self.multihead = {p for p, style in self.styles.items() if style.is_region(modules[p])}
-        self.sizes = Sizes(model, tp, self.multihead, self.complaints)
+        self.sizes = Sizes(model, tp, self.multihead, self.complaints, ep)
         self.placing = Placing(model, self.lists, self.multihead, self.sizes, self.complaints)
 
     # --- what can be seen without running anything
@@ -95,6 +98,8 @@ class _Compiler(Outcome):
     def check_structure(self, kernels: str | Mapping[str, str] | None) -> None:
         """Styles against modules, parameters that nobody mentions, kernels."""
         checks.check_modules(self.model, self.tp, self.complaints)
+        if self.ep > 1 and not self.of("stacked"):
+            checks.say_no_experts(self.ep, self.complaints)
         if self.tp > 1:
             parameters = dict(self.model.named_parameters())
             mentioned = {

@@ -51,6 +51,7 @@ class Outcome:
     model: nn.Module
     plan: Plan
     tp: int
+    ep: int
     sequence_parallel: bool
     matches: Matches
     styles: dict[str, Style]
@@ -84,12 +85,16 @@ class Outcome:
             parameters=FrozenMap(parameters),
             kernels=FrozenMap(self.kernels),
             unmatched=self.matches.unmatched,
+            ep=self.ep,
         )
 
     def parameter_plan(self, names: tuple[str, ...]) -> ParameterPlan:
         parameter = self.model.get_parameter(names[0])
         placement = self.placing.placement(names[0])
         shape = list(parameter.shape)
+        over_ep = self.sizes.over_ep(self.placing.owner(names[0]))
+        if over_ep is not None:
+            shape[over_ep.dim] //= self.ep
         if isinstance(placement, Rows):
             shape[placement.dim] = placement.length()
         elif isinstance(placement, Shard):
@@ -101,6 +106,7 @@ class Outcome:
             placement=placement,
             local_shape=tuple(shape),
             summed=self.tp > 1 and any(self.summed(name) for name in names),
+            over_ep=over_ep,
             aliases=names[1:],
             rule=self.placing.rule_of(names[0]),
         )
@@ -191,6 +197,7 @@ class Outcome:
                 partial=path in self.partial,
                 escaping=self.escaping.get(path, ()),
                 thin=self.sizes.stacked[path].thin if path in self.sizes.stacked else None,
+                dispatched=self.sizes.over_ep(path) is not None,
                 detour=self.flow.detours.get(path) if self.sequence_parallel else None,
                 container=path in containers,
                 draws=self.drawn(path),

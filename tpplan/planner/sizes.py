@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from tpplan.language import Rule
 from tpplan.layout import MisfitError, Rows, rows_of
-from tpplan.observe.experts import shared_experts
 from tpplan.observe.likeness import identity
 from tpplan.observe.products import Products
 from tpplan.observe.thin_experts import NotStackedError, Stacked, WidthError
 from tpplan.observe.trace import Trace
 from tpplan.places import Argument
 from tpplan.planner import infer
-from tpplan.planner.attributes import assign, integers, named_in_code
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import fold
 from tpplan.planner.parts import packed_heads
+from tpplan.planner.sharing import NotOverEpError, Sharing
 from tpplan.styles import divisors, named
 from tpplan.styles.replicate import REPLICATE
 from tpplan.styles.style import Misfits
@@ -45,12 +45,13 @@ class Sizes:
     geometry: Geometry
 
     def __init__(
-        self, model: nn.Module, tp: int, multihead: set[str], complaints: Complaints
+        self, model: nn.Module, tp: int, multihead: set[str], complaints: Complaints, ep: int = 1
     ) -> None:
-        self.model, self.tp, self.multihead = model, tp, multihead
+        self.model, self.tp, self.ep, self.multihead = model, tp, ep, multihead
         self.complaints, self.rules = complaints, complaints.matches.modules
         self.products = Products(model)
         self._shared: dict[Any, Stacked | NotStackedError] = {}
+        self._not_over_ep: dict[str, dict[str, str]] = {}
         self.columns: set[str] = set()
         self.transposed: set[str] = set()
         self.layouts: dict[str, Rows] = {}
@@ -109,6 +110,8 @@ class Sizes:
         for fit, found in misfits.items():
             whole = f"make it {REPLICATE.name}, with what belongs to its block"
             self.complaints.by_rule(found, f"tp may be {fit}" if fit else whole)
+        for hint, found in self._not_over_ep.items():
+            self.complaints.by_rule(found, hint)
         for path, stated in self.geometry.attributes(self.tp).items():
             self.attributes[path] = {**stated, **self.attributes.get(path, {})}
         self.head_inputs = {
@@ -144,25 +147,30 @@ class Sizes:
         module = self.model.get_submodule(path)
         if call is None or named(rule.style).complaint(module, self.tp) is not None:
             return  # no example call comes to it, or said before
+        if self.tp == self.ep == 1:
+            return
         key = identity(module, path, {path: rule}), str(call.given)
         try:
             if key not in self._shared:
-                # what runs the experts may not be code of their class
-                numbers = {**integers(vars(module)), **named_in_code(module)}
                 whole = rule.options.get("shard") == rule.style
-                self._shared[key] = shared_experts(
-                    module, call, self.trace, numbers, self.tp, assign, whole
-                )
+                shared = Sharing(module, call, self.trace, self.tp, self.ep)
+                self._shared[key] = shared.found(whole)
         except NotStackedError as error:
             self._shared[key] = error
         found = self._shared[key]
         if isinstance(found, Stacked):
             self.stacked[path] = found
             self.attributes[path] = {**self.attributes.get(path, {}), **found.attributes}
-            return
-        # of tp 1 to 64 those that would fit, or none
-        fit = divisors(found.width) if isinstance(found, WidthError) else ""
-        misfits.setdefault(fit, {})[path] = f"{rule.style}: {found}"
+        elif isinstance(found, NotOverEpError):
+            self._not_over_ep.setdefault(found.hint, {})[path] = f"{rule.style}: {found}"
+        else:
+            # of tp 1 to 64 those that would fit, or none
+            fit = divisors(found.width) if isinstance(found, WidthError) else ""
+            misfits.setdefault(fit, {})[path] = f"{rule.style}: {found}"
+
+    def over_ep(self, path: str) -> Shard | None:
+        """How the parameters of a module are placed over the ranks of ep; None where whole."""
+        return Shard(0) if self.ep > 1 and path in self.stacked else None
 
     def _own_heads(self, trace: Trace, path: str, rule: Rule) -> tuple[tuple[Argument, int], ...]:
         asked = rule.options["head_inputs"]

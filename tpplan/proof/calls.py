@@ -84,6 +84,30 @@ def drawn_where_alike(call: Call, generator: torch.Generator) -> Call:
     return tree_map_only(torch.Tensor, stirred, call)  # type: ignore[no-any-return]
 
 
+def other_batch(call: Call, number: int) -> Call:
+    """``call`` as a data-parallel rank with that number may have it: others of its ids, other rows.
+
+    Masks and positions stay: what is no more than 1, or does not fall along its rows. Of number 0
+    it is the call itself.
+    """
+    generator = torch.Generator().manual_seed(number)
+
+    def drawn(t: torch.Tensor) -> torch.Tensor:
+        if t.dim() < 2 or not t.numel() or t.is_complex() or t.dtype == torch.bool:
+            return t
+        if t.is_floating_point():
+            if t.dim() < 3 or not bool(t.isfinite().all()):
+                return t
+            size = float(t.detach().norm()) / t.numel() ** 0.5
+            return torch.randn(t.shape, generator=generator, dtype=t.dtype).mul_(size)
+        if int(t.max()) <= 1 or bool((t.diff(dim=-1) >= 0).all()):
+            return t
+        chosen = torch.randint(t.numel(), t.shape, generator=generator)
+        return t.flatten()[chosen]
+
+    return tree_map_only(torch.Tensor, drawn, call) if number else call  # type: ignore[no-any-return]
+
+
 def with_options(forward: Callable[..., Any], call: Call, accepts: Callable[[Call], bool]) -> Call:
     """``call`` with a tensor for each further argument, by default None, for which one is accepted.
 

@@ -33,10 +33,15 @@ def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mappi
     found = (reference.model.get_submodule(m.path) for m in vocabs)
     tables = sum(isinstance(module, nn.Embedding) for module in found)
     heads = len(vocabs) - tables
+    if compiled.tp == 1:  # none but those of ep
+        blocks = tables = heads = scattered = 0
     if compiled.sequence_parallel:
         forward = {"reduce_scatter": blocks + tables + scattered, "all_gather": blocks + 2 * heads}
         backward = {"reduce_scatter": blocks + heads, "all_gather": blocks + tables + scattered}
     else:
         forward = {"all_reduce": blocks + tables, "all_gather": heads, "reduce_scatter": scattered}
         backward = {"all_reduce": blocks + heads, "all_gather": scattered}
+    sent = sum(m.dispatched for m in modules if m.path in reference.called)
+    if sent:  # there and back, each way; forward their numbers before
+        forward["all_to_all"], backward["all_to_all"] = 3 * sent, 2 * sent
     return {"forward": forward, "backward": backward}

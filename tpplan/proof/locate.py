@@ -23,6 +23,7 @@ from tpplan.proof.ranks import (
     backward,
     gradient_errors,
     gradients_of,
+    places_of,
     relative,
     results,
     whole,
@@ -59,18 +60,20 @@ class Seen:
 def first_divergence(reference: Reference, compiled: CompiledPlan) -> Divergence | None:
     """Run both once more with every module watched; None where nothing comparable differs."""
 
-    def run(model: nn.Module) -> None:
-        backward(results(model, reference.call), reference.seed)
+    def seen(model: nn.Module, place: int) -> list[Seen]:
+        own = reference.on(place)
+        return watched(model, compiled, lambda model: backward(results(model, own.call), own.seed))
 
     def on_rank(mesh: DeviceMesh) -> tuple[int, Divergence] | None:
         model = copy.deepcopy(reference.model)
         model.zero_grad(set_to_none=True)
+        place, rank = places_of(mesh, compiled)
         apply(model, compiled, mesh, src_data_rank=None, outside=False)
-        found = compare(expected, watched(model, compiled, run), compiled, mesh.get_local_rank())
-        return found or _in_gradients(reference, model, expected)
+        found = compare(expected[place], seen(model, place), compiled, rank)
+        return found or _in_gradients(reference.on(place), model, expected[place])
 
-    expected = watched(copy.deepcopy(reference.model), compiled, run)
-    found = simulate(compiled.tp, on_rank)
+    expected = [seen(copy.deepcopy(reference.model), place) for place in range(compiled.ep)]
+    found = simulate(compiled.tp, on_rank, compiled.ep)
     return min((f for f in found if f is not None), key=lambda f: f[0], default=(0, None))[1]
 
 

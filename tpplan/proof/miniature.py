@@ -121,7 +121,7 @@ def miniature(
         if not any(path == s or path.startswith(f"{s}.") for s in skipped)
     }
     narrow = _thin(modules, compiled) if thin else {}
-    budget = _MOST // (compiled.tp + 2)
+    budget = _MOST // (compiled.tp * compiled.ep + compiled.ep + 1)
     experts = thin_experts(modules, compiled) if thin else {}
     for path, few in experts.items():
         for leaf, shape in few.shapes.items():
@@ -266,13 +266,21 @@ def _copied(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return copied.to(torch.complex128) if copied.is_complex() and not value.is_meta else copied
 
 
-def unsharded(model: nn.Module) -> nn.Module:
-    """A copy whose thin modules compute by themselves: the model before any rank has a part."""
+def on_rank(model: nn.Module, compiled: CompiledPlan) -> nn.Module:
+    """A copy to be rewritten: at tp 1, where experts alone are, other thin modules are as whole."""
+    return copy.deepcopy(model) if compiled.tp > 1 else unsharded(model, experts=False)
+
+
+def unsharded(model: nn.Module, experts: bool = True) -> nn.Module:
+    """A copy whose thin modules compute by themselves: the model before any rank has a part.
+
+    ``experts``: whether thin experts are among them.
+    """
     twin = copy.deepcopy(model)
     for module in twin.modules():
         if isinstance(vars(module).get("_tpplan_project"), Thin):
             module.__class__ = type(type(module).__name__, (_Product, type(module)), {})
-        elif "_tpplan_narrow" in vars(module):
+        elif experts and "_tpplan_narrow" in vars(module):
             kind = type(module)
             module.__class__ = type(kind.__name__, (_Narrowed, kind), {})
         elif "_tpplan_widen" in vars(module):

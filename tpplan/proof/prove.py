@@ -38,8 +38,9 @@ from tpplan.proof.calls import (
     with_options,
 )
 from tpplan.proof.exact import exact, widened
-from tpplan.proof.locate import Divergence, compare, rule_near, watched
-from tpplan.proof.miniature import miniature, unsharded
+from tpplan.proof.locate import Divergence, Seen, compare, rule_near, watched
+from tpplan.proof.miniature import miniature, on_rank, unsharded
+from tpplan.proof.ranks import mean_over_ep, places_of
 from tpplan.proof.step import Result, Scene, step, worst
 from tpplan.rewrite import apply
 from tpplan.styles import named
@@ -67,7 +68,7 @@ def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
     Raises:
         PlanError: naming what differs first, and the rule that is likely to blame.
     """
-    if compiled.tp == 1:
+    if compiled.tp * compiled.ep == 1:
         return
     wide = (torch.float64, torch.complex128)
     with same_randomness(), no_fakes_kept(lambda t: t.dtype in wide), quiet(), unfused():
@@ -83,12 +84,13 @@ def prove_once(
         PlanError: the same on every rank.
     """
     told: list[list[Diagnostic] | None] = [None]
-    if mesh.get_local_rank() == 0:
+    if not any(mesh.get_coordinate() or ()):
         try:
             prove(model, compiled, inputs)
         except PlanError as error:
             told = [list(error.diagnostics)]
-    dist.broadcast_object_list(told, group=mesh.get_group(), group_src=0)
+    for dim in reversed(range(mesh.ndim)):  # along the first row, from there to all
+        dist.broadcast_object_list(told, group=mesh.get_group(dim), group_src=0)
     if told[0] is not None:
         raise PlanError(told[0])
 
@@ -96,7 +98,9 @@ def prove_once(
 def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
     small, plan, scenes, expected = _staged(model, compiled, inputs)
     try:
-        found = simulate(plan.tp, lambda mesh: _on_rank(mesh, small, plan, scenes, expected))
+        found = simulate(
+            plan.tp, lambda mesh: _on_rank(mesh, small, plan, scenes, expected), plan.ep
+        )
     except _Stopped as stopped:
         raise _failed(plan, stopped.path, stopped.error) from stopped.error
     except Exception as error:
@@ -109,7 +113,7 @@ def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
 
 def _staged(
     model: nn.Module, compiled: CompiledPlan, inputs: Any
-) -> tuple[nn.Module, CompiledPlan, list[Scene], list[Result]]:
+) -> tuple[nn.Module, CompiledPlan, list[Scene], list[list[Result]]]:
     """The smallest model that runs: some code reads the weight of another module, or a layer's."""
     failure: Exception | None = None
     for skip, thin in ((True, True), (False, True), (False, False)):
@@ -128,26 +132,27 @@ def _staged(
 
 def _played(
     model: nn.Module, small: nn.Module, compiled: CompiledPlan, inputs: Any
-) -> tuple[list[Scene], list[Result]]:
-    """The steps that the unsharded model can take, and what they give; the first one it must."""
+) -> tuple[list[Scene], list[list[Result]]]:
+    """The steps that the unsharded model can take, and what they give on each rank of ep.
+
+    The first one it must take.
+    """
     generator = torch.Generator().manual_seed(1)
     calls = [shortened(call) for call in calls_for(model, inputs)]
     if inputs is None:
         calls = [random_ids(small, call, generator) for call in calls]
     calls = [widened(drawn_where_alike(call, generator)) for call in calls]
     dim = compiled.plan.sequence_dim
-    twin = unsharded(small)
+    twins = [unsharded(small) for _ in range(compiled.ep)]
     scenes: list[Scene] = []
-    results: list[Result] = []
+    results: list[list[Result]] = []
 
     def play(scene: Scene) -> bool:
-        with exact():
-            result = step(twin, scene, len(scenes), None)
-        finite = all(bool(t.isfinite().all()) for t in result.outputs.values())
-        if finite:
+        found = _everyones(twins, scene, len(scenes), compiled)
+        if found:
             scenes.append(scene)
-            results.append(result)
-        return finite and bool(result.outputs)
+            results.append(found)
+        return bool(found and found[0].outputs)
 
     def plays(scene: Scene) -> bool:
         try:
@@ -168,7 +173,7 @@ def _played(
         else:
             longer = call
             plays(Scene("in training", call, True, optional=fixed))
-        fuller = with_options(model.forward, call, lambda tried: _accepts(twin, tried))
+        fuller = with_options(model.forward, call, lambda tried: _accepts(twins[0], tried))
         if fuller is not call:
             given = ", ".join(name for name in fuller[1] if name not in call[1])
             plays(Scene(f"given {given}", fuller, optional=True))
@@ -176,6 +181,20 @@ def _played(
             plays(Scene("with routing", asking, True, optional=fixed))
         plays(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
     return scenes, results
+
+
+def _everyones(
+    twins: Sequence[nn.Module], scene: Scene, seed: int, compiled: CompiledPlan
+) -> list[Result]:
+    """What a step gives on each rank of ep; nothing where that is not finite."""
+    with exact():
+        found = [step(twin, scene.on(place), seed, None) for place, twin in enumerate(twins)]
+    if not all(bool(t.isfinite().all()) for result in found for t in result.outputs.values()):
+        return []
+    means = mean_over_ep([result.gradients for result in found], compiled)
+    for result in found:
+        result.gradients.update(means)
+    return found
 
 
 def shares_experts(compiled: CompiledPlan) -> bool:
@@ -199,15 +218,16 @@ def _on_rank(
     small: nn.Module,
     compiled: CompiledPlan,
     scenes: Sequence[Scene],
-    expected: Sequence[Result],
+    expected: Sequence[Sequence[Result]],
 ) -> Finding | None:
-    model = copy.deepcopy(small)
-    rank = mesh.get_local_rank()
+    model = on_rank(small, compiled)
+    place, rank = places_of(mesh, compiled)
     with exact():
         apply(model, compiled, mesh, src_data_rank=None, outside=False)
-        for seed, (scene, due) in enumerate(zip(scenes, expected, strict=True)):
+        for seed, (scene, everyones) in enumerate(zip(scenes, expected, strict=True)):
+            due = everyones[place]
             try:
-                got = step(model, scene, seed, due)
+                got = step(model, scene.on(place), seed, due)
             except Exception as error:
                 refused = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
                 if scene.optional and refused:  # it will not be silent
@@ -242,9 +262,8 @@ def _failed(compiled: CompiledPlan, path: str, error: Exception) -> PlanError:
     path = max(named, key=len, default=path)
     rule = rule_near(compiled, path) or compiled.plan.rules[0]
     where = f"{fold([path])}: " if path else ""
-    message = (
-        f"{where}the rewritten model fails on {compiled.tp} ranks: {type(error).__name__}: {text}"
-    )
+    ranks = compiled.tp * compiled.ep
+    message = f"{where}the rewritten model fails on {ranks} ranks: {type(error).__name__}: {text}"
     hint = "'tpplan explain' says what was inferred; see also docs/proved.md"
     place = stopped_at(place_of(error))
     return PlanError([Diagnostic(message, rule.position, hint, place)])
@@ -256,21 +275,25 @@ def _departed(
     """What differs, and where it starts: found by running once more with every module watched."""
     played = scenes[: scenes.index(finding.scene) + 1]
 
-    def run(model: nn.Module) -> None:
-        for seed, scene in enumerate(played):
-            step(model, scene, seed, None)
+    def seen(model: nn.Module, place: int) -> list[Seen]:
+        def run(model: nn.Module) -> None:
+            for seed, scene in enumerate(played):
+                step(model, scene.on(place), seed, None)
 
-    def on_rank(mesh: DeviceMesh) -> tuple[int, Divergence] | None:
-        model = copy.deepcopy(small)
+        return watched(model, compiled, run)
+
+    def compared(mesh: DeviceMesh) -> tuple[int, Divergence] | None:
+        model = on_rank(small, compiled)
+        place, rank = places_of(mesh, compiled)
         with exact():
             apply(model, compiled, mesh, src_data_rank=None, outside=False)
-            got = watched(model, compiled, run)
-        return compare(expected, got, compiled, mesh.get_local_rank())
+            got = seen(model, place)
+        return compare(expected[place], got, compiled, rank)
 
     with exact():
-        expected = watched(unsharded(small), compiled, run)
+        expected = [seen(unsharded(small), place) for place in range(compiled.ep)]
     try:
-        found = [f for f in simulate(compiled.tp, on_rank) if f is not None]
+        found = [f for f in simulate(compiled.tp, compared, compiled.ep) if f is not None]
     except Exception:  # collectives that only the comparison makes
         found = []
     first = min(found, key=lambda f: f[0], default=(0, None))[1]
@@ -281,8 +304,9 @@ def _departed(
         what = f"{finding.what} (by {finding.error:.1e})"
     rule = rule_near(compiled, path) or compiled.plan.rules[0]
     where = f"{fold([path])}: " if path else "the model itself: "
+    ranks = compiled.tp * compiled.ep
     message = (
-        f"{where}on {compiled.tp} ranks it computes something else than whole: {what} "
+        f"{where}on {ranks} ranks it computes something else than whole: {what} "
         f"differs {finding.scene.what}, on rank {finding.rank}"
     )
     hint = (

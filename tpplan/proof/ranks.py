@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from tpplan.compat import local_of
 from tpplan.compiled import CompiledPlan
 from tpplan.observe.grouped import InAnyPrecision
 from tpplan.observe.shadow import Call
+from tpplan.proof.calls import other_batch
 from tpplan.proof.step import outputs_of
 from tpplan.rewrite import apply
 from tpplan.simulate.recorder import Recorder
@@ -26,7 +27,10 @@ from tpplan.simulate.steps import PHASES, counts
 class Reference:
     """The unsharded model, a call, and what it gives: plain data that a process can be sent.
 
-    ``called``: the modules that ran.
+    Attributes:
+        called: the modules that ran.
+        over_ep: what it is on each rank of ep, where there are several: of its own batch, and of
+            experts that these share the mean of all their gradients.
     """
 
     model: nn.Module
@@ -35,6 +39,11 @@ class Reference:
     outputs: tuple[torch.Tensor, ...]
     gradients: Mapping[str, torch.Tensor | None]
     called: frozenset[str]
+    over_ep: tuple[Reference, ...] = ()
+
+    def on(self, place: int) -> Reference:
+        """What it is on one of the ranks of ep."""
+        return self.over_ep[place] if self.over_ep else self
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,51 @@ class Outcome:
     gradient_errors: Mapping[str, float]
     counts: Mapping[str, Mapping[str, int]]
     bytes_held: int
+
+
+def with_batches(reference: Reference, compiled: CompiledPlan) -> Reference:
+    """The reference with what it is on each rank of ep."""
+    if compiled.ep == 1:
+        return reference
+    found = []
+    for place in range(compiled.ep):
+        twin, call = copy.deepcopy(reference.model), other_batch(reference.call, place)
+        twin.zero_grad(set_to_none=True)
+        outputs, gradients = differentiate(twin, call, reference.seed + place)
+        found.append(
+            replace(
+                reference,
+                call=call,
+                seed=reference.seed + place,
+                outputs=outputs,
+                gradients=gradients,
+            )
+        )
+    means = mean_over_ep([one.gradients for one in found], compiled)
+    each = (replace(one, gradients={**one.gradients, **means}) for one in found)
+    return replace(reference, over_ep=tuple(each))
+
+
+def mean_over_ep(
+    each: Sequence[Mapping[str, torch.Tensor | None]], compiled: CompiledPlan
+) -> dict[str, torch.Tensor]:
+    """The gradients of the experts that ranks of ep share: the mean of what each one's batch gives.
+
+    Args:
+        each: the gradients by parameter, of each rank.
+    """
+    means = {}
+    for name, entry in compiled.parameters.items():
+        found = [g for one in each if (g := one.get(name)) is not None]
+        if entry.over_ep is not None and found:
+            means[name] = torch.stack(found).sum(0) / len(each)
+    return means
+
+
+def places_of(mesh: DeviceMesh, compiled: CompiledPlan) -> tuple[int, int]:
+    """This rank's place among those of ep, and among the tensor-parallel ones."""
+    here = mesh.get_coordinate() or (0,)
+    return (here[0] if compiled.ep > 1 else 0), (here[-1] if compiled.tp > 1 else 0)
 
 
 def differentiate(
@@ -85,6 +139,7 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 
 def run_rank(mesh: DeviceMesh, reference: Reference, compiled: CompiledPlan) -> Outcome:
     """One rank: rewrite a copy, run it forward and backward, compare."""
+    reference = reference.on(places_of(mesh, compiled)[0])
     model = copy.deepcopy(reference.model)
     model.zero_grad(set_to_none=True)
     apply(model, compiled, mesh, src_data_rank=None, outside=False)

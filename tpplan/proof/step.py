@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from tpplan.comm.placements import along_tp
+from tpplan.comm.placements import part_of
 from tpplan.compat import local_of, unmoded
-from tpplan.layout import Rows
 from tpplan.observe.shadow import Call
+from tpplan.proof.calls import other_batch
 
 TOLERANCE = 1e-7
 
@@ -31,6 +31,10 @@ class Scene:
     training: bool = False
     scale: float = 1.0
     optional: bool = False
+
+    def on(self, number: int) -> Scene:
+        """The same step of the rank of ep with that number, which has another batch."""
+        return replace(self, call=other_batch(self.call, number)) if number else self
 
 
 @dataclass
@@ -211,14 +215,9 @@ def _error(whole: torch.Tensor, ours: torch.Tensor, scale: float, rank: int, tp:
     if whole.shape != ours.shape:
         return float("inf")
     if isinstance(ours, DTensor):
-        placement = along_tp(ours)
-        if isinstance(placement, Rows):
-            whole = placement.take(whole, rank)
-        elif isinstance(placement, Shard):
-            whole = share(whole, placement.dim, rank, tp)
-        elif not placement.is_replicate():
+        if any(kind.is_partial() for kind in ours.placements):
             return _error(whole, ours.full_tensor(), scale, rank, tp)
-        ours = local_of(ours)
+        whole, ours = part_of(whole, ours), local_of(ours)
     if not whole.numel():
         return 0.0
     if not (whole.is_floating_point() or whole.is_complex()):

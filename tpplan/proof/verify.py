@@ -27,7 +27,7 @@ from tpplan.proof.calls import random_ids
 from tpplan.proof.floor import floor_of
 from tpplan.proof.locate import Divergence, first_divergence, rule_near
 from tpplan.proof.processes import run_processes
-from tpplan.proof.ranks import Outcome, Reference, differentiate, run_rank
+from tpplan.proof.ranks import Outcome, Reference, differentiate, run_rank, with_batches
 from tpplan.proof.rounding import own_rounding
 from tpplan.simulate.steps import PHASES
 from tpplan.styles import named
@@ -93,6 +93,7 @@ class Verification:
     checks: tuple[Check, ...]
     note: str | None = None
     tolerance: float = 1e-5
+    ep: int = 1
 
     @property
     def output_error(self) -> float:
@@ -136,10 +137,13 @@ def verify(
     tolerance: float = 1e-5,
     seed: int = 0,
     note: str | None = None,
+    ep: int = 1,
 ) -> Verification:
     """Run ``plan`` on ``tp`` ranks and compare outputs and every gradient.
 
     Args:
+        ep: how many times as many, each ``tp`` of them with a batch of their own; the gradients
+            of the experts that these share must be the mean over the batches.
         model: or a function that makes one; it is not changed.
         sequence_parallel: one mode only; None for plain TP and, where the plan has it, TP+SP.
         inputs: a call the model accepts, or a list of calls, each of which is compared; None for
@@ -155,18 +159,19 @@ def verify(
     if any(p.is_meta for p in made.parameters()):
         message = "verify computes: it needs a model with real weights, not one on the meta device"
         raise PlanError([Diagnostic(message)])
-    mixture = any(named(rule.style).stacked for rule in plan.rules)
+    # what a model of transformers keeps of its routers is lost where a process is sent the model
+    mixture = not processes and any(named(rule.style).stacked for rule in plan.rules)
     references = references_of(made, inputs, seed, mixture)
     modes = [False, True] if sequence_parallel is None else [sequence_parallel]
-    if sequence_parallel is None and not plan.sequence_parallel:
+    if sequence_parallel is None and (not plan.sequence_parallel or (tp == 1 and ep > 1)):
         modes = [False]
-    how = plan, tp, inputs
+    how = plan, tp, inputs, ep
     checks = tuple(
         _check(reference, how, mode, processes, tolerance)
         for mode in modes
         for reference in references
     )
-    return Verification(type(made).__name__, plan.name, tp, checks, note, tolerance)
+    return Verification(type(made).__name__, plan.name, tp, checks, note, tolerance, ep)
 
 
 def references_of(
@@ -215,15 +220,16 @@ def _unhide(model: nn.Module, generator: torch.Generator) -> None:
 
 def _check(
     reference: Reference,
-    how: tuple[Plan, int, Any],
+    how: tuple[Plan, int, Any, int],
     sequence_parallel: bool,
     processes: bool,
     tolerance: float,
 ) -> Check:
     start = time.perf_counter()
-    (plan, tp, inputs), (args, kwargs) = how, reference.call
+    (plan, tp, inputs, ep), (args, kwargs) = how, reference.call
     shown = inputs if isinstance(inputs, list) else kwargs or args
-    compiled = compile_plan(reference.model, plan, tp, sequence_parallel, inputs=shown)
+    compiled = compile_plan(reference.model, plan, tp, sequence_parallel, inputs=shown, ep=ep)
+    reference = with_batches(reference, compiled)
     try:
         outcomes = _run(reference, compiled, processes)
     except Exception as error:
@@ -279,6 +285,7 @@ def _in_float64(
     try:
         found = differentiate(twin, call, reference.seed)
         exact = Reference(twin, call, reference.seed, *found, reference.called)
+        exact = with_batches(exact, compiled)
         return _run(exact, compiled, processes), own_rounding(reference, exact)
     except Exception:  # a model that casts to float32 at one place only
         return [], {}
@@ -287,11 +294,12 @@ def _in_float64(
 def _run(reference: Reference, compiled: CompiledPlan, processes: bool) -> list[Outcome]:
     if processes:
         return run_processes(reference, compiled)
-    return simulate(compiled.tp, lambda mesh: run_rank(mesh, reference, compiled))
+    return simulate(compiled.tp, lambda mesh: run_rank(mesh, reference, compiled), compiled.ep)
 
 
 def _mode(compiled: CompiledPlan) -> str:
-    return f"{'TP+SP' if compiled.sequence_parallel else 'TP'} at tp {compiled.tp}"
+    ep = f", ep {compiled.ep}" if compiled.ep > 1 else ""
+    return f"{'TP+SP' if compiled.sequence_parallel else 'TP'} at tp {compiled.tp}{ep}"
 
 
 def _failed(compiled: CompiledPlan, error: Exception) -> VerificationError:
@@ -327,7 +335,8 @@ def _diverged(
 
 def describe(result: Verification) -> str:
     """A few lines for the terminal."""
-    lines = [f"{result.model} with {result.plan}, tp {result.tp}"]
+    ep = f", ep {result.ep}" if result.ep > 1 else ""
+    lines = [f"{result.model} with {result.plan}, tp {result.tp}{ep}"]
     if result.note:
         lines.append(result.note)
     for check in result.checks:

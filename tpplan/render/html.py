@@ -33,7 +33,7 @@ from tpplan.render.markup import (
 )
 from tpplan.render.sections import collectives, timeline
 from tpplan.render.tree import render_tree
-from tpplan.render.units import duration, number, size
+from tpplan.render.units import duration, expected, number, ranks, size
 from tpplan.shipped import plan_directories
 from tpplan.simulate.execute import Training
 from tpplan.simulate.optimizers import OPTIMIZERS
@@ -80,7 +80,7 @@ def render_html(
     icon = base64.b64encode(_ICON.encode()).decode()
     return Template(_data("page.html")).substitute(
         policy=policy,
-        title=join([f"{report.model}, {mode(report)}, tp {report.compiled.tp} · tpplan"]),
+        title=join([f"{report.model}, {mode(report)}, {ranks(report.compiled)} · tpplan"]),
         icon=f"data:image/svg+xml;base64,{icon}",
         style=style,
         header=_header(report),
@@ -109,6 +109,7 @@ def _header(report: DryRun) -> Html:
         ("plan", report.compiled.plan.name),
         ("mode", mode(report)),
         ("tp", report.compiled.tp),
+        *([("ep", report.compiled.ep)] if report.compiled.ep > 1 else []),
         ("batch", report.batch),
         ("sequence", report.seq),
         ("hardware", f"{hardware.name} ({hardware.description})"),
@@ -126,7 +127,8 @@ def _key_figures(report: DryRun) -> Html:
     word, class_ = ("fits", "good") if peak <= limit else ("does not fit", "bad")
     fits = tag("span", word, class_=class_)
     sent = {phase: report.bytes_sent(phase) for phase in PHASES}
-    parts = [f"{p.replace('_', ' ')} {size(n)}" for p, n in sent.items() if n]
+    worst = {phase: report.worst_bytes_sent(phase) for phase in PHASES}
+    parts = [f"{p.replace('_', ' ')} {expected(n, worst[p])}" for p, n in sent.items() if n]
     by_phase = ", ".join(parts) or "nothing: there is one rank"
     cards = (
         _card(
@@ -285,6 +287,7 @@ def _command(report: DryRun) -> str:
     """As far as the report knows it: not from what the model was built."""
     compiled = report.compiled
     parts = ["tpplan", "dry-run", _named(compiled.plan), "--model", "CONFIG"]
+    parts += ["--ep", str(compiled.ep)] if compiled.ep > 1 else []
     parts += ["--tp", str(compiled.tp), "--batch", str(report.batch), "--seq", str(report.seq)]
     if compiled.tp > 1 and compiled.sequence_parallel != compiled.plan.sequence_parallel:
         parts.append(f"--{'' if compiled.sequence_parallel else 'no-'}sequence-parallel")

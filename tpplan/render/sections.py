@@ -24,7 +24,7 @@ from tpplan.render.markup import (
     times,
 )
 from tpplan.render.paths import folded_text
-from tpplan.render.units import duration, size
+from tpplan.render.units import ROUTED, duration, expected, routed_size
 from tpplan.simulate.steps import PHASES, Collective, Member
 
 # --- collectives
@@ -40,6 +40,7 @@ def collectives(report: DryRun) -> Html:
         "it sends with ring algorithms: 2(N−1)/N of the tensor for an all-reduce, (N−1)/N for the "
         "others. ",
         badge("exact"),
+        tag("p", ROUTED) if report.compiled.ep > 1 else "",
     )
     found = dict.fromkeys((*PHASES, *(c.phase for c in report.collectives)))
     tables = [_phase(report, phase) for phase in found]
@@ -56,14 +57,19 @@ def _phase(report: DryRun, phase: str) -> Html:
         Column("collective", lambda c: c.kind.replace("_", "-")),
         numeric("count", lambda c: groups[c]),
         Column("shape", lambda c: f"{times(c.shape)} {c.dtype}"),
-        numeric("each", lambda c: size(c.bytes)),
-        numeric("total", lambda c: size(groups[c] * c.bytes)),
+        numeric("each", routed_size),
+        numeric("total", lambda c: expected(groups[c] * c.bytes, groups[c] * _worst(c))),
         Column("for", lambda c: c.reason),
         Column("rule", lambda c: c.rule or "", code=True),
     )
     total = sum(count * c.bytes for c, count in groups.items())
-    footer = ("sum", "", groups.total(), "", "", size(total), "", "")
+    worst = sum(count * _worst(c) for c, count in groups.items())
+    footer = ("sum", "", groups.total(), "", "", expected(total, worst), "", "")
     return table(title, columns, groups, footer, stacked=True, class_="sites")
+
+
+def _worst(c: Collective) -> int:
+    return c.bytes if c.worst_bytes is None else c.worst_bytes
 
 
 def _folded(c: Collective) -> Collective:

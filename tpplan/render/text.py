@@ -14,7 +14,15 @@ from tpplan.cost.run import DryRun
 from tpplan.cost.timing import flops_by_module
 from tpplan.planner.match import folded
 from tpplan.render.console import titled
-from tpplan.render.units import duration, number, size
+from tpplan.render.units import (
+    ROUTED,
+    duration,
+    expected,
+    number,
+    ranks,
+    routed_size,
+    size,
+)
 from tpplan.simulate.steps import PHASES, Collective
 
 # columns that are broken where they are long, and all that hold words; numbers stand right
@@ -41,7 +49,7 @@ def layout(report: DryRun) -> Group:
 def _title(report: DryRun) -> Text:
     mode = "TP+SP" if report.compiled.sequence_parallel else "TP"
     return Text(
-        f"{report.model} · plan {report.compiled.plan.name} · {mode}, tp {report.compiled.tp} · "
+        f"{report.model} · plan {report.compiled.plan.name} · {mode}, {ranks(report.compiled)} · "
         f"batch {report.batch}, sequence {report.seq}",
         style="bold",
     )
@@ -83,7 +91,8 @@ def _counts(report: DryRun) -> Table:
         if phase == "optimizer" and not any(found.values()):
             continue
         cells = [str(found.get(kind, 0)) for kind in kinds]
-        table.add_row(phase.replace("_", " "), *cells, size(report.bytes_sent(phase)))
+        sent, worst = report.bytes_sent(phase), report.worst_bytes_sent(phase)
+        table.add_row(phase.replace("_", " "), *cells, expected(sent, worst))
     return table
 
 
@@ -108,7 +117,7 @@ def _site(c: Collective) -> tuple[str, ...]:
     shape = f"{'×'.join(map(str, c.shape))} {c.dtype}"
     module = folded(c.module) or "(model)"
     phase, kind = c.phase.replace("_", " "), c.kind.replace("_", "-")
-    return phase, module, kind, shape, size(c.bytes), folded(c.reason)
+    return phase, module, kind, shape, routed_size(c), folded(c.reason)
 
 
 def _kernels(report: DryRun) -> Table:
@@ -188,6 +197,8 @@ def _notes(report: DryRun) -> Text:
         "'summed': each rank sees a part of the work, so the gradients are summed over the ranks, "
         "all in one all-reduce.",
     ]
+    if report.compiled.ep > 1:
+        lines.insert(-1, ROUTED)
     for stack, (run, there) in report.executed.items():
         lines.append(f"Of the {there} elements of {stack}, {run} and {run + 1} were executed.")
     return Text("\n".join(lines))

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tpplan.compiled import CompiledPlan
+from tpplan.simulate.steps import Collective
+
+ROUTED = (
+    "'expected' and 'at worst': how much is sent hangs on which experts tokens choose; expected is "
+    "as often each, which times and memory go by, at worst is all rows to or from one rank."
+)
+"""What is said of bytes that hang on numbers."""
+
 
 def size(count: float) -> str:
     """Bytes in binary units."""
@@ -32,3 +41,19 @@ def number(count: int) -> str:
         if count >= limit:
             return f"{count / limit:.2f} {unit}"
     return str(count)
+
+
+def ranks(compiled: CompiledPlan) -> str:
+    """Among how many a model is shared."""
+    return f"tp {compiled.tp}" + (f", ep {compiled.ep}" if compiled.ep > 1 else "")
+
+
+def expected(sent: int, worst: int) -> str:
+    """Bytes that hang on which experts tokens choose, where the two differ."""
+    return size(sent) if sent == worst else f"{size(sent)} expected, {size(worst)} at worst"
+
+
+def routed_size(collective: Collective) -> str:
+    """The bytes of a collective."""
+    worst = collective.worst_bytes
+    return expected(collective.bytes, collective.bytes if worst is None else worst)

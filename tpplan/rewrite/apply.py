@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from tpplan.comm import Stream
+from tpplan.comm.meshes import tp_of
 from tpplan.compiled import CompiledPlan
 from tpplan.kernels.launch import chosen
 from tpplan.rewrite.holders import Undo, replace, require_whole
@@ -30,11 +31,12 @@ def apply(
     """Rewrite ``model`` in place; whatever is raised half-way, it is left as it was.
 
     Args:
-        mesh: one-dimensional, of ``compiled.tp`` ranks; not needed at tp 1.
+        mesh: of ``compiled.tp`` ranks, ``compiled.ep`` ranks, or (ep, tp) of both; not needed
+            where both are 1.
         src_data_rank: the rank of the group whose values count; None trusts each rank's own.
         outside: whether what else may hold its parameters is looked for; not for a copy.
     """
-    sharded = compiled.tp > 1 and mesh is not None
+    sharded = compiled.tp * compiled.ep > 1 and mesh is not None
     held = require_whole(model, outside) if sharded else frozenset()
     undo: list[Undo] = []
     before = [
@@ -48,7 +50,7 @@ def apply(
             if old:
                 new = {key: model.get_parameter(name) for name, key in old.items()}
                 replace(model, new, undo)
-        else:
+        if compiled.tp == 1 or mesh is None:
             swap_kernels(model, compiled, _device_type(model))
         object.__setattr__(model, _MARK, compiled)
     except BaseException:
@@ -67,8 +69,11 @@ def apply(
 def _shard(
     model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh, src_data_rank: int | None
 ) -> None:
+    """What each module becomes; at tp 1 all but the experts that ranks of ep share stay whole."""
+    tp = tp_of(mesh, compiled.ep)
+    own = mesh if tp is None else tp
     fused = (k for k, how in compiled.kernels.items() if chosen(how, mesh.device_type))
-    stream = Stream(mesh, compiled.sequence_parallel, compiled.plan.sequence_dim, frozenset(fused))
+    stream = Stream(own, compiled.sequence_parallel, compiled.plan.sequence_dim, frozenset(fused))
     stream.whole_results = all(
         plan.options.get("output") != "shard"
         for plan in compiled.modules.values()
@@ -77,10 +82,11 @@ def _shard(
     installed: dict[str, nn.Parameter] = {}
     entries: dict[tuple[int | str, ...], Entry] = {}
     styles: dict[str, Any] = {
-        path: PlannedStyle(plan, model, compiled, stream, installed, entries, src_data_rank)
+        path: PlannedStyle(plan, model, compiled, stream, installed, entries, src_data_rank, mesh)
         for path, plan in compiled.modules.items()
+        if tp is not None or plan.dispatched
     }
-    parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)
+    parallelize_module(model, own, styles, src_data_rank=src_data_rank)
     for module in model.modules():
         if isinstance(module, OwnMembers):
             module._tpplan_join()

@@ -36,7 +36,7 @@ def agreed(
         ValueError: on the ranks that did not fail, where another one did; on all, where they
             differ, with what differs.
     """
-    if mesh is None or mesh.size() == 1 or dist.get_backend(mesh.get_group()) == "fake":
+    if mesh is None or mesh.size() == 1 or dist.get_backend(mesh.get_group(0)) == "fake":
         return compile_plan()
     failed: Exception | None = None
     facts: dict[str, str] = {}
@@ -52,9 +52,9 @@ def agreed(
         raise failed
     for rank, (told, _) in enumerate(everyone):
         if told is not None:
-            raise ValueError(f"rank {rank} of the tensor-parallel group stopped with {told}")
+            raise ValueError(f"{_named(rank, mesh)} stopped with {told}")
     if any(other != digest for _, other in everyone):
-        _raise_difference(_everyones(facts, mesh))
+        _raise_difference(_everyones(facts, mesh), mesh)
     return compiled
 
 
@@ -64,6 +64,7 @@ def _facts(
     """In words, all that decides what a rank sends and when."""
     facts = {name: str(value) for name, value in options.items()}
     facts["ranks"] = str(mesh.mesh.tolist())
+    facts["ep"] = str(compiled.ep)
     facts["sequence_parallel"] = str(compiled.sequence_parallel)
     facts["kernels"] = str(sorted(compiled.kernels.items()))
     facts["torch"] = torch.__version__
@@ -81,12 +82,23 @@ def _facts(
 
 
 def _everyones(value: Any, mesh: DeviceMesh) -> list[Any]:
-    told: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(told, value, group=mesh.get_group())
-    return told
+    """What each rank tells, in the order of the mesh."""
+    everyone = [value]
+    for dim in reversed(range(mesh.ndim)):
+        told: list[Any] = [None] * mesh.size(dim)
+        dist.all_gather_object(told, everyone, group=mesh.get_group(dim))
+        everyone = [one for some in told for one in some]
+    return everyone
 
 
-def _raise_difference(everyone: list[dict[str, str]]) -> None:
+def _named(rank: int, mesh: DeviceMesh) -> str:
+    if mesh.ndim == 1:
+        kind = "expert" if mesh.mesh_dim_names == ("ep",) else "tensor"
+        return f"rank {rank} of the {kind}-parallel group"
+    return f"rank {rank} of the {mesh.size(0)} × {mesh.size(1)} of ep and tp"
+
+
+def _raise_difference(everyone: list[dict[str, str]], mesh: DeviceMesh) -> None:
     first = everyone[0]
     for rank, other in enumerate(everyone):
         names = [*first, *(name for name in other if name not in first)]
@@ -98,7 +110,6 @@ def _raise_difference(everyone: list[dict[str, str]]) -> None:
             )
             more = f"; and {len(odd) - _SHOWN} more" * (len(odd) > _SHOWN)
             raise ValueError(
-                f"rank {rank} of the tensor-parallel group is about to do something else than rank "
-                f"0: {shown}{more}. Give all ranks the same model, plan, options and "
-                "versions"
+                f"{_named(rank, mesh)} is about to do something else than rank "
+                f"0: {shown}{more}. Give all ranks the same model, plan, options and versions"
             )

@@ -9,13 +9,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpplan import compiled as data
-from tpplan.comm import Site, Stream, Transition
-from tpplan.comm.distribute import distributed
+from tpplan.comm import Group, Site, Stream, Transition
+from tpplan.comm.distribute import distributed, distributed_over_ep
+from tpplan.comm.meshes import ep_of
 from tpplan.compiled import CompiledPlan, ModulePlan
 from tpplan.kernels.forms import GeluForm
 from tpplan.kernels.launch import chosen
 from tpplan.planner.attributes import assign
 from tpplan.planner.match import folded
+from tpplan.roles.dispatch import WAYS
 from tpplan.roles.draws import Draws
 from tpplan.roles.entry import Entry
 from tpplan.roles.experts import Escaping
@@ -43,8 +45,10 @@ class PlannedStyle(ParallelStyle):
         installed: dict[str, nn.Parameter],
         entries: dict[tuple[int | str, ...], Entry],
         source: int | None,
+        mesh: DeviceMesh,
     ) -> None:
         super().__init__()
+        self.mesh = mesh
         self.plan, self.root, self.compiled, self.stream = plan, root, compiled, stream
         self.installed, self.entries, self.source = installed, entries, source
 
@@ -57,9 +61,10 @@ class PlannedStyle(ParallelStyle):
             if entry.name not in self.installed:
                 parameter = module._parameters[leaf]
                 assert parameter is not None
+                everywhere = entry.over_ep is not None
                 place = functools.partial(
-                    distributed,
-                    mesh=device_mesh,
+                    distributed_over_ep if everywhere else distributed,
+                    mesh=self.mesh if everywhere else device_mesh,
                     placement=entry.placement,
                     source=self.source,
                 )
@@ -73,9 +78,12 @@ class PlannedStyle(ParallelStyle):
         roles, inner = roles_of(self.plan, module, self._fused(device_mesh.device_type))
         if roles or inner is not None:
             site = summing_site(self.plan.path)
-            own = Own(module, self.plan.parameters, summed, site)
+            means = self.compiled.ep if self.plan.dispatched else 1
+            tp = Group.of(self.stream.mesh)
+            own = Own(module, self.plan.parameters, summed, site, tp, means)
             partner = partner_of(self.plan.path, module, self.plan.kernel, self.root)
-            state = State(self.plan, self.stream, own, self._transition(), self._entries(), partner)
+            ways = self._transition(), self._entries(), partner, self._dispatch()
+            state = State(self.plan, self.stream, own, *ways)
             lower(module, roles, state, inner)
         return module
 
@@ -92,6 +100,15 @@ class PlannedStyle(ParallelStyle):
         return Transition(
             self.stream.group, Site(plan.path, forward, rule), Site(plan.path, backward, rule)
         )
+
+    def _dispatch(self) -> tuple[Transition, Transition] | None:
+        """The ways of tokens to their experts, and back."""
+        ep = ep_of(self.mesh, self.compiled.ep) if self.plan.dispatched else None
+        if ep is None:
+            return None
+        rule, group = _text(self.plan), Group.of(ep)
+        sites = [Site(self.plan.path, why, rule, routed=True) for why in WAYS]
+        return Transition(group, *sites[:2]), Transition(group, *sites[2:])
 
     def _entries(self) -> tuple[Entry, ...]:
         return tuple(self._entry(boundary) for boundary in self.plan.boundaries)

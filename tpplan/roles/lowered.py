@@ -55,6 +55,7 @@ class State:
         own: the module's own parameters.
         transition: the sites of the collectives its style issues.
         entries: its boundaries, each shared with the modules that enter with the same tensor.
+        dispatch: the ways on which tokens are sent to its experts and back, if they are.
         partner: what its fused kernel needs to know of other modules, if anything.
         members: rewritten modules inside it, found when first needed.
         schedule: when the ranks compare what it is called with.
@@ -71,8 +72,10 @@ class State:
         transition: Transition,
         entries: tuple[Entry, ...] = (),
         partner: Any = None,
+        dispatch: tuple[Transition, Transition] | None = None,
     ) -> None:
         self.plan = plan
+        self.dispatch = dispatch
         self.stream = stream
         self.own = own
         self.transition = transition
@@ -88,7 +91,7 @@ class State:
         stream, own, entries, partner = copy.deepcopy(
             (self.stream, self.own, self.entries, self.partner), memo
         )
-        twin = State(self.plan, stream, own, self.transition, entries, partner)
+        twin = State(self.plan, stream, own, self.transition, entries, partner, self.dispatch)
         memo[id(self)] = twin
         return twin
 
@@ -189,7 +192,7 @@ class LocalParameters(Lowered):
         names = self._tpplan.own.names
         if not names:
             return super().forward(*args, **kwargs)
-        own, state = self._parameters, self._tpplan
+        state = self._tpplan
         mates = state.own.together(self)
         for index, name in enumerate(names):
             if any(name not in mate._parameters for mate, _ in mates):
@@ -201,6 +204,10 @@ class LocalParameters(Lowered):
         if state.stream.shared is None and state.alone:
             with self._tpplan_whole():
                 return super().forward(*args, **kwargs)
+        return self._tpplan_on_locals(*args, **kwargs)
+
+    def _tpplan_on_locals(self, *args: Any, **kwargs: Any) -> Any:
+        own, names = self._parameters, self._tpplan.own.names
         outer = [own[name] for name in names]
         for name, local in zip(names, self._locals(), strict=True):
             own[name] = local  # type: ignore[assignment]

@@ -46,11 +46,12 @@ class Own:
         names: of the parameters, in the order computation wants them.
         specs: for each, how it was planned to be placed.
         summed: for each, whether its gradient is summed over the ranks.
-        group: the ranks; of a module that has parameters.
+        group: the tensor-parallel ranks.
         site: what a summing collective is reported under when the module is on its own.
         mates: the modules of which each rank runs one, in the order of the ranks, this one among
             them (a module for each head); none where every rank runs this one.
         apart: whether each parameter has a graph node of its own.
+        means: of how many ranks with tokens of their own the gradients are the mean.
     """
 
     group: Group
@@ -63,13 +64,13 @@ class Own:
         names: Sequence[str],
         summed: Sequence[bool],
         site: Site,
+        group: Group,
+        means: int = 1,
     ) -> None:
         self.names = tuple(names)
         self.specs = tuple(compat.spec_of(module._parameters[name]) for name in names)  # type: ignore[arg-type]
         self.summed = tuple(summed)
-        self.site = site
-        if self.specs:
-            self.group = Group.of(self.specs[0].mesh)
+        self.site, self.group, self.means = site, group, means
         self.adopt(module)
 
     def adopt(self, module: nn.Module) -> None:
@@ -123,8 +124,7 @@ class Own:
         memo[id(self)] = twin
         twin.names, twin.specs, twin.site = self.names, self.specs, self.site
         twin.summed = self.summed
-        if self.specs:
-            twin.group = self.group
+        twin.group, twin.means = self.group, self.means
         twin.drop()
         twin.mates = copy.deepcopy(self.mates, memo)
         return twin
@@ -374,7 +374,8 @@ def _localized(
             jobs, parameters = _flat(found)
             summed = [own.summed[index] for _, own, index in jobs]
             divided = [bool(own.mates) for _, own, _ in jobs]
-            locals_ = localize(parameters, summed, jobs[0][1].group, site, divided)
+            means = [own.means for _, own, _ in jobs]
+            locals_ = localize(parameters, summed, jobs[0][1].group, site, divided, means)
             if keep:
                 compat.run_when_ready(locals_[0].grad_fn)
             made += zip(jobs, parameters, locals_, strict=True)

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from tpplan.comm.meshes import ep_of, tp_of
 from tpplan.compat import FakeTensorMode, fake_world, quiet
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
@@ -75,7 +77,8 @@ def execute(
     args, kwargs = fake_inputs(mode, call, keep_ids=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_fakes_kept())
-        mesh = stack.enter_context(fake_world(compiled.tp)) if compiled.tp > 1 else None
+        world = fake_world(compiled.tp, ep=compiled.ep)
+        mesh = stack.enter_context(world) if compiled.tp * compiled.ep > 1 else None
         stack.enter_context(mode)
         apply(shadow, compiled, mesh, src_data_rank=None)
         if training.checkpointing:
@@ -84,7 +87,7 @@ def execute(
                 # transformers does so too: recomputation would append to the cache once more
                 kwargs = {"use_cache": False, **kwargs}
         lists = {path: shadow.get_submodule(path) for path in stacks}
-        dimensions = {} if mesh is None else {str(mesh.get_group().group_name): "tp"}
+        dimensions = {} if mesh is None else _dimensions(mesh, compiled)
         tracker = Tracker(shadow, lists, dimensions)
         stack.enter_context(quiet())
         stack.enter_context(RealValues())
@@ -92,7 +95,8 @@ def execute(
         try:
             out = shadow(*args, **kwargs)
         except Exception as error:
-            message = f"the sharded model cannot be run at tp {compiled.tp}: {error}"
+            ep = f", ep {compiled.ep}" if compiled.ep > 1 else ""
+            message = f"the sharded model cannot be run at tp {compiled.tp}{ep}: {error}"
             raise PlanError([Diagnostic(message)]) from error
         with tracker.during("backward"):
             result = objective(out)
@@ -106,6 +110,12 @@ def execute(
                 how = (training.optimizer, training.max_norm, training.master_weights)
                 held = take_step(shadow, *how)
     return Execution(tracker.steps(), held)
+
+
+def _dimensions(mesh: DeviceMesh, compiled: CompiledPlan) -> dict[str, str]:
+    """What the dimensions of the mesh are, by the names of their process groups."""
+    parts = {"ep": ep_of(mesh, compiled.ep), "tp": tp_of(mesh, compiled.ep)}
+    return {str(m.get_group().group_name): name for name, m in parts.items() if m is not None}
 
 
 def _checkpoint(model: nn.Module, compiled: CompiledPlan) -> None:

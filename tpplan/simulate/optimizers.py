@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from tpplan.comm.meshes import by_mesh, clip_grad_norm_
 from tpplan.compat import local_of
 
 # the implementations that hold nothing but the state while they step
@@ -61,7 +62,7 @@ def take_step(
     if not named:
         return {}
     if max_norm is not None:
-        torch.nn.utils.clip_grad_norm_(named.values(), max_norm)
+        clip_grad_norm_(named.values(), max_norm)
     masters: dict[str, nn.Parameter] = {}
     for name, parameter in named.items():
         if master_weights and parameter.dtype in _SHORT:
@@ -69,14 +70,18 @@ def take_step(
             masters[name] = nn.Parameter(parameter.detach().float())
             masters[name].grad = parameter.grad.float()
             parameter.grad = None
-    optimizer = make([masters.get(name, p) for name, p in named.items()])
-    optimizer.step()
+    groups = by_mesh(masters.get(name, p) for name, p in named.items())
+    states: dict[torch.Tensor, Any] = {}
+    for group in groups:
+        optimizer = make(group)
+        optimizer.step()
+        states.update(optimizer.state)
     with torch.no_grad():
         for name, master in masters.items():
             named[name].copy_(master)
     found = {}
     for name, parameter in named.items():
-        state = optimizer.state[masters.get(name, parameter)]
+        state = states.get(masters.get(name, parameter), {})
         found[name] = sum(_bytes(value) for value in state.values())
         if name in masters:
             found[name] += _bytes(masters[name])

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from tpplan.comm import Observer, Site
-from tpplan.simulate.steps import Collective, ring_bytes
+from tpplan.simulate.steps import Collective, ring_bytes, worst_bytes
 
 KINDS: Mapping[str, str] = {
     "_c10d_functional::all_reduce": "all_reduce",
@@ -83,13 +83,16 @@ class Recorder(Observer):
     def _collective(
         self, kind: str, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any
     ) -> Collective:
-        group, dimension = _group(func, args, kwargs), "tp"
+        group = _group(func, args, kwargs)
         site, self._site = self._site, None
+        of_mesh = group.group_desc.startswith("mesh_")
+        named = group.group_desc.removeprefix("mesh_") if of_mesh else "world"
+        if site is not None and named != "ep":
+            named = "tp"  # of a mesh that the user gave another name, or none
+        dimension = self._dimensions.get(group.group_name) or named
         if site is None:
             site = _STEPPING if self.phase == "optimizer" else _OUTSIDE
-            of_mesh = group.group_desc.startswith("mesh_")
-            named = group.group_desc.removeprefix("mesh_") if of_mesh else "world"
-            dimension = self._dimensions.get(group.group_name) or named
+        ranks = dist.get_process_group_ranks(group)
         tensor = max(tensors_in((args, out)), key=torch.Tensor.numel)
         shape = tuple(int(n) for n in tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -99,11 +102,13 @@ class Recorder(Observer):
             kind=kind,
             shape=shape,
             dtype=dtype,
-            bytes=ring_bytes(kind, group.size(), shape, dtype),
+            bytes=ring_bytes(kind, len(ranks), shape, dtype),
             reason=site.reason,
             rule=site.rule,
             dimension=dimension,
-            ranks=group.size(),
+            ranks=len(ranks),
+            stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
+            worst_bytes=worst_bytes(len(ranks), shape, dtype) if site.routed else None,
         )
 
 

@@ -24,7 +24,11 @@ class Collective:
             what a reduce-scatter takes.
         bytes: sent by a rank with a ring algorithm over N ranks of D bytes: 2(N-1)/N D for an
             all-reduce, (N-1)/N D for the others (Thakur, Rabenseifner and Gropp 2005, section 4).
-        dimension: the dimension of the mesh whose ranks take part; ranks: how many they are.
+        dimension: the dimension of the mesh whose ranks take part; ranks: how many they are;
+            stride: by how much the numbers of two neighbours differ.
+        worst_bytes: of a collective whose sizes hang on which experts tokens choose: ``bytes`` is
+            what is to be expected, where all experts are chosen as often; this is what goes to, or
+            comes from, a rank that has all that are chosen. None of others.
     """
 
     phase: str
@@ -37,6 +41,8 @@ class Collective:
     rule: str | None = None
     dimension: str = "tp"
     ranks: int = 1
+    stride: int = 1
+    worst_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -108,6 +114,11 @@ def data_bytes(shape: Iterable[int], dtype: str) -> int:
 def ring_bytes(kind: str, ranks: int, shape: Iterable[int], dtype: str) -> int:
     """Bytes that a rank sends with a ring algorithm; see ``Collective``."""
     return (2 if kind == "all_reduce" else 1) * (ranks - 1) * data_bytes(shape, dtype) // ranks
+
+
+def worst_bytes(ranks: int, shape: Iterable[int], dtype: str) -> int:
+    """Bytes that N - 1 ranks send to one, each of them all that it has."""
+    return (ranks - 1) * data_bytes(shape, dtype)
 
 
 def counts(collectives: Iterable[Collective], phase: str) -> dict[str, int]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tpplan.simulate.folding import Fold, Rename
-from tpplan.simulate.steps import Collective, Member, Step, ring_bytes
+from tpplan.simulate.steps import Collective, Member, Step, ring_bytes, worst_bytes
 
 
 class NotRepeatingError(Exception):
@@ -151,5 +151,8 @@ def _grow(step: Step, growth: _Growth, times: int) -> Step:
         pairs = zip(collective.shape, growth["shape"], strict=True)
         shape = tuple(a + b * times for a, b in pairs)
         sent = ring_bytes(collective.kind, collective.ranks, shape, collective.dtype)
-        collective = replace(collective, shape=shape, bytes=sent)
+        worst = collective.worst_bytes
+        if worst is not None:
+            worst = worst_bytes(collective.ranks, shape, collective.dtype)
+        collective = replace(collective, shape=shape, bytes=sent, worst_bytes=worst)
     return replace(step, collective=collective, **changes) if growth else step

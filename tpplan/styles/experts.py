@@ -8,7 +8,7 @@ from torch import nn
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
-from tpplan.roles import experts
+from tpplan.roles import dispatch, experts
 from tpplan.styles.style import Misfits, Roles, Style
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class Experts(Style):
 
     def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
         """Its own forward, on a part of each expert, or for the experts of a rank."""
+        if plan.dispatched:
+            return [dispatch.Dispatched], None
         whole = plan.options.get("shard") == "experts"
         return [experts.WholeExperts if whole else experts.Experts], None
 
