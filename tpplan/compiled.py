@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.kernels.forms import Form
+from tpplan.kernels.gated_norm import GatedForm
 from tpplan.language import FrozenMap, Plan, Rule
 from tpplan.layout import Rows
 from tpplan.places import Argument, Place
@@ -150,11 +151,23 @@ DrawnFor = Literal["region", "stream", "whole", "mixed"]
 
 @dataclass(frozen=True)
 class WidthNorm:
-    """An RMSNorm over a width that is sharded; ``offset``: its scale is stored less one."""
+    """An RMSNorm over a width that is sharded.
+
+    Attributes:
+        offset: whether its scale is stored less one.
+        gated: how it gates, if it does; takes: its arguments then, what it normalises and the gate.
+    """
 
     width: int
     eps: float
     offset: bool
+    gated: GatedForm | None = None
+    takes: tuple[Argument, Argument] | None = None
+
+
+# of a tensor that is no parameter: the dimension of its heads, and how many; or the rows of each
+# rank, which also on a meta device are of the size that they have
+Cut = tuple[int, int] | Rows
 
 
 @dataclass(frozen=True)
@@ -187,7 +200,7 @@ class ModulePlan:
         widened: whether it projects what its region's code is shown a part of.
         unreached: whether none of the calls came to it: it has its part, and cannot be run.
         attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
-        cut: tensors of which each rank has its heads (caches): name -> (dimension, heads).
+        cut: tensors of which each rank has its heads (caches), or its rows (other buffers).
         options: the rule's remaining options.
     """
 
@@ -217,7 +230,7 @@ class ModulePlan:
     widened: bool = False
     unreached: bool = False
     attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
-    cut: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
+    cut: Mapping[str, Cut] = field(default_factory=FrozenMap)
     options: Mapping[str, object] = field(default_factory=FrozenMap)
     kernel: KernelChoice | None = None
 

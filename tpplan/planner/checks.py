@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tpplan.compat import FakeTensor
+from tpplan.language import Rule
 from tpplan.layout import MisfitError
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
@@ -39,6 +40,7 @@ def check_modules(model: nn.Module, tp: int, complaints: Complaints) -> None:
     complaints.by_rule(hidden, "define it on the class")
     complaints.by_rule(dims, "leave it out: of a module it follows from what it computes")
     _check_bare(model, tp, complaints)
+    _check_buffers(model, tp, complaints)
     if any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters()):
         message = "the model already holds DTensor parameters"
         complaints.say(message, hint="parallelize a model once, and before FSDP")
@@ -56,9 +58,31 @@ def _quantised(module: nn.Module) -> str | None:
     return f"its weight is quantised ({kind}), which cannot be cut"
 
 
+def _check_buffers(model: nn.Module, tp: int, complaints: Complaints) -> None:
+    """Rules for buffers, of which checkpoints must not have a part."""
+    refused: dict[str, str] = {}
+    for name, rule in complaints.matches.buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        style = named(rule.style)
+        unsaved = leaf in model.get_submodule(owner)._non_persistent_buffers_set
+        if style.bare is None or style.sums:
+            refused[name] = f"a buffer can be {COLWISE.name} or {REPLICATE.name}, not {rule.style}"
+        elif style.columns and not unsaved:
+            refused[name] = f"{rule.style}: this buffer is saved with the model, whole"
+    for message in dict.fromkeys(refused.values()):
+        names = [name for name in refused if refused[name] == message]
+        hint = f"register it with persistent=False, or make it {REPLICATE.name}"
+        complaints.about(complaints.matches.buffers[names[0]], names, message, hint)
+    _check_tensors(
+        {n: (model.get_buffer(n), r) for n, r in complaints.matches.buffers.items()},
+        tp,
+        complaints,
+    )
+
+
 def _check_bare(model: nn.Module, tp: int, complaints: Complaints) -> None:
     """Rules for bare parameters."""
-    misfits: dict[tuple[str, str], list[str]] = {}
+    bare: dict[str, tuple[torch.Tensor, Rule]] = {}
     for name, rule in complaints.matches.parameters.items():
         style = named(rule.style)
         if style.bare is None:
@@ -67,16 +91,29 @@ def _check_bare(model: nn.Module, tp: int, complaints: Complaints) -> None:
             hint = f"{COLWISE.name} cuts its first dimension, {REPLICATE.name} leaves it whole"
             complaints.say(message, rule.position, hint)
             continue
+        bare[name] = model.get_parameter(name), rule
+    _check_tensors(bare, tp, complaints)
+
+
+def _check_tensors(
+    held: Mapping[str, tuple[torch.Tensor, Rule]], tp: int, complaints: Complaints
+) -> None:
+    """The options of rules for single tensors, and whether tp fits these."""
+    misfits: dict[tuple[str, str], list[str]] = {}
+    for name, (tensor, rule) in held.items():
+        style = named(rule.style)
+        if style.bare is None:
+            continue  # said before
         for option in sorted(rule.options.keys() - style.bare):
             message = f"{rule.style}: '{option}' says nothing of a bare parameter"
             misfits.setdefault((message, "leave it out"), []).append(name)
         try:
-            style.place(model.get_parameter(name), rule, tp)
+            style.place(tensor, rule, tp)
         except MisfitError as error:
             message, hint = error.args
             misfits.setdefault((f"{rule.style}: {message}", hint), []).append(name)
     for (message, hint), names in misfits.items():
-        complaints.about(complaints.matches.parameters[names[0]], names, message, hint)
+        complaints.about(held[names[0]][1], names, message, hint)
 
 
 def check_unmentioned(

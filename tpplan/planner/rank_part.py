@@ -52,9 +52,8 @@ def as_rank(
     for path, plan in plans.items():
         for name, (_, local) in plan.attributes.items():
             before.append(assign(model.get_submodule(path), name, local))
-        for name, (dim, heads) in plan.cut.items():
-            module = model.get_submodule(path)
-            before.append(keep_own(module, name, dim, heads, rank, tp))
+        for name, cut_ in plan.cut.items():
+            before.append(keep_own(model.get_submodule(path), name, cut_, rank, tp))
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tpplan.compiled import Cut
 from tpplan.observe.shadow import padded, shortened
 from tpplan.planner.attributes import named_in_code
 from tpplan.planner.match import folded
@@ -41,7 +42,7 @@ class _Change:
 
     what: tuple[str, str]
     values: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    cut: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
+    cut: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
     narrowed: Sequence[str] = ()
 
 
@@ -119,13 +120,14 @@ class Regions:
         stated, name = found.sizes.attributes, change.what[1]
         own = {path: {**stated.get(path, {}), name: v} for path, v in change.values.items()}
         found.sizes.attributes = {**stated, **own}
-        found.sizes.cut = {**found.sizes.cut, **{p: dict(c) for p, c in change.cut.items()}}
+        cut = {p: {**found.sizes.cut.get(p, {}), **c} for p, c in change.cut.items()}
+        found.sizes.cut = {**found.sizes.cut, **cut}
 
     def _caches(self, alike: Sequence[str]) -> list[_Change]:
         """Tensors of the regions' modules that may hold keys or values, by their heads."""
         changes: list[_Change] = []
         for count, dim in itertools.product(("kv_heads", "heads"), _HEADS):
-            cut: dict[str, dict[str, tuple[int, int]]] = {}
+            cut: dict[str, dict[str, Cut]] = {}
             for region in alike:
                 heads = dict(self._sizes(region)).get(count, (0, 0))[0]
                 inner = self.found.model.get_submodule(region).named_modules(prefix=region)

@@ -64,6 +64,10 @@ class Walk(Notes):
         self.scattered = {
             path for path, rule in rules.items() if named(rule.style).scatters(rule.options)
         }
+        # those whose result the region goes on with
+        self.staying = {
+            path for path, rule in rules.items() if named(rule.style).stays(rule.options)
+        }
         self.boundaries, self.elements, self.bare = boundaries, elements, bare
         self.partial = frozenset[str]().union(*(region.rows for region in bare.values()))
         self.local, self.dim, self.cut, self.dropouts = local, dim, cut, dropouts
@@ -143,6 +147,11 @@ class Walk(Notes):
         """What the call gives is a part of a sum, which the block around it has."""
         self.region.update(call.outputs)
         self.whole_in_region.difference_update(call.outputs)
+
+    def goes_on(self, call: Call) -> None:
+        """What the call gives is whole, and a part of its gradient comes back on each rank."""
+        self.region.update(call.outputs)
+        self.whole_in_region.update(call.outputs)
 
     def in_block(self, call: Call) -> bool:
         """Whether a block of experts is around the call, which entered with its batch."""

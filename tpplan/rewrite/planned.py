@@ -67,9 +67,8 @@ class PlannedStyle(ParallelStyle):
             module._parameters[leaf] = self.installed[entry.name]
         for name, (_, local) in self.plan.attributes.items():
             assign(module, name, local)
-        for name, (dim, heads) in self.plan.cut.items():
-            group = self.stream.group
-            keep_own(module, name, dim, heads, group.rank, group.size)
+        for name, cut in self.plan.cut.items():
+            keep_own(module, name, cut, self.stream.group.rank, self.stream.group.size)
         roles, inner = roles_of(self.plan, module, self._fused(device_mesh.device_type))
         if roles or inner is not None:
             site = summing_site(self.plan.path)

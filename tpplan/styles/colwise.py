@@ -16,7 +16,7 @@ from tpplan.language.styles import WHOLE
 from tpplan.layout import Rows
 from tpplan.roles import linear
 from tpplan.roles.members import OwnMembers
-from tpplan.roles.norm import WidthNorm
+from tpplan.roles.norm import GatedWidthNorm, WidthNorm
 from tpplan.styles.style import (
     Factor,
     Misfits,
@@ -47,6 +47,8 @@ class Colwise(Style):
 
     def complaint(self, module: nn.Module, tp: int) -> str | None:
         """No weight, or modules of which the ranks cannot run different ones."""
+        if runs_as(module, nn.Identity):
+            return None  # where others of the family have a layer
         if not self.is_list(module):
             return without_weight(module)
         if len(module) % tp:  # type: ignore[arg-type]
@@ -114,7 +116,7 @@ class Colwise(Style):
         if plan.projection:
             return ([] if fused is None else [fused]) + [linear.Colwise], None
         if plan.norm is not None:
-            return [WidthNorm], None
+            return [WidthNorm if plan.norm.gated is None else GatedWidthNorm], None
         if self.is_list(module):
             return [OwnMembers], None
         return super().roles(plan, module, fused)
