@@ -165,11 +165,6 @@ class WidthNorm:
     takes: tuple[Argument, Argument] | None = None
 
 
-# of a tensor that is no parameter: the dimension of its heads, and how many; or the rows of each
-# rank, which also on a meta device are of the size that they have
-Cut = tuple[int, int] | Rows
-
-
 @dataclass(frozen=True)
 class ModulePlan:
     """What becomes of one module; a module without an entry is left exactly as it is.
@@ -200,7 +195,8 @@ class ModulePlan:
         widened: whether it projects what its region's code is shown a part of.
         unreached: whether none of the calls came to it: it has its part, and cannot be run.
         attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
-        cut: tensors of which each rank has its heads (caches), or its rows (other buffers).
+        cut: tensors of which each rank has its heads (caches): name -> (dimension, heads).
+        buffers: what each rank computes with of a buffer, which it has the whole of.
         options: the rule's remaining options.
     """
 
@@ -230,7 +226,8 @@ class ModulePlan:
     widened: bool = False
     unreached: bool = False
     attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
-    cut: Mapping[str, Cut] = field(default_factory=FrozenMap)
+    cut: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
+    buffers: Mapping[str, Rows] = field(default_factory=FrozenMap)
     options: Mapping[str, object] = field(default_factory=FrozenMap)
     kernel: KernelChoice | None = None
 

@@ -10,6 +10,7 @@ from torch import nn
 from tpplan.compat import FakeTensor
 from tpplan.language import Rule
 from tpplan.layout import MisfitError
+from tpplan.observe.trace import Trace
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
 from tpplan.planner.match import fold, folded, nearly
@@ -59,25 +60,31 @@ def _quantised(module: nn.Module) -> str | None:
 
 
 def _check_buffers(model: nn.Module, tp: int, complaints: Complaints) -> None:
-    """Rules for buffers, of which checkpoints must not have a part."""
-    refused: dict[str, str] = {}
+    """Rules for buffers, which are not multiplied by: of a product each rank would have a part."""
+    held: dict[str, tuple[torch.Tensor, Rule]] = {}
     for name, rule in complaints.matches.buffers.items():
-        owner, _, leaf = name.rpartition(".")
-        style = named(rule.style)
-        unsaved = leaf in model.get_submodule(owner)._non_persistent_buffers_set
-        if style.bare is None or style.sums:
-            refused[name] = f"a buffer can be {COLWISE.name} or {REPLICATE.name}, not {rule.style}"
-        elif style.columns and not unsaved:
-            refused[name] = f"{rule.style}: this buffer is saved with the model, whole"
-    for message in dict.fromkeys(refused.values()):
-        names = [name for name in refused if refused[name] == message]
-        hint = f"register it with persistent=False, or make it {REPLICATE.name}"
-        complaints.about(complaints.matches.buffers[names[0]], names, message, hint)
-    _check_tensors(
-        {n: (model.get_buffer(n), r) for n, r in complaints.matches.buffers.items()},
-        tp,
-        complaints,
-    )
+        if named(rule.style).bare is None or named(rule.style).sums:
+            message = f"a buffer can be {COLWISE.name} or {REPLICATE.name}, not {rule.style}"
+            hint = f"{COLWISE.name} gives each rank what is of its columns or heads"
+            complaints.about(rule, [name], message, hint)
+        else:
+            held[name] = model.get_buffer(name), rule
+    _check_tensors(held, tp, complaints)
+
+
+def check_buffers(trace: Trace, cut: Mapping[str, Rule], complaints: Complaints) -> None:
+    """A buffer of which each rank is to have a part is read by its module, and not written to."""
+    written = {trace.buffers.get(n) for op in trace.ops for n in op.written}
+    called = {call.path for call in trace.calls}
+    for name, rule in cut.items():
+        message = ""
+        if name in written:
+            message = "the model's code writes to this buffer, of which each rank has the whole"
+        elif name.rpartition(".")[0] not in called:
+            message = "the module that holds this buffer is not called: other code reads it"
+        if message:
+            hint = f"make it {REPLICATE.name}"
+            complaints.about(rule, [name], f"{rule.style}: {message}", hint)
 
 
 def _check_bare(model: nn.Module, tp: int, complaints: Complaints) -> None:

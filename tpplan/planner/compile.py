@@ -117,6 +117,9 @@ class _Compiler(Outcome):
         drawing = self.observe(calls)
         drawn = self.find_regions(drawing)
         self.sizes.lay_out(self.trace)
+        buffers = self.matches.buffers.items()
+        cut = {name: rule for name, rule in buffers if named(rule.style).columns}
+        checks.check_buffers(self.trace, cut, self.complaints)
         self.placing.check_ties()
         self.placing.check_contradictions()
         traces = (self.trace, drawing)

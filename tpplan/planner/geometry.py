@@ -228,6 +228,15 @@ class Geometry:
         even = all(rows.pieces[r] == ((r * each, (r + 1) * each),) for r in range(tp))
         return None if even and total % tp == 0 else rows
 
+    def rows_in(self, path: str, tp: int) -> Rows:
+        """The rows of each rank of a layer in parts that works on each column by itself.
+
+        Raises:
+            MisfitError: where ``tp`` does not fit; see ``fitting``.
+        """
+        parts, repeat, fixed = self.parts_of(path)
+        return rows_of(parts, repeat, tp, 0, fixed)
+
     def parts_seen(self, path: str) -> tuple[int, ...]:
         """The view that seems to have parts in front of heads, where a layer's rule names none."""
         return () if "packed" in self.rules[path].options else with_parts(self.views.get(path, ()))

@@ -207,6 +207,7 @@ class Outcome:
                 read=self.lends(path, own),
                 attributes=FrozenMap(self.sizes.attributes.get(path)),
                 cut=FrozenMap(self.sizes.cut.get(path)),
+                buffers=FrozenMap(self.sizes.buffers.get(path)),
                 options=FrozenMap() if rule is None else rule.options,
                 kernel=self.kernel(path),
                 widened=path in widened,

@@ -20,7 +20,7 @@ from tpplan.roles.heads import keep_own
 def as_rank(
     model: nn.Module,
     plans: Mapping[str, ModulePlan],
-    inner: Iterable[str],
+    inner: Mapping[str, Rows | None],
     bare: Mapping[str, Placement],
     lists: Iterable[str],
     place: tuple[int, int],
@@ -28,7 +28,8 @@ def as_rank(
     """Within it, ``model`` is what the first of ``place`` has, of as many ranks as the second.
 
     Args:
-        inner: modules on sharded columns or heads, which run on the rank's part.
+        inner: modules on sharded columns or heads, which run on the rank's part, with the rows that
+            a rank has where these are not simply cut evenly.
         bare: parameters that are cut by a rule of their own, and how.
         lists: those with a module for each head.
     """
@@ -36,9 +37,9 @@ def as_rank(
     before = []
     # a module may stand in several places, with a name of its parameter for each
     tables: dict[tuple[int, str], tuple[dict[str, nn.Parameter | None], str, Placement]] = {}
-    for path in inner:
+    for path, rows in inner.items():
         module = model.get_submodule(path)
-        cut = Shard(1 if isinstance(module, nn.Embedding) else 0)
+        cut = rows or Shard(1 if isinstance(module, nn.Embedding) else 0)
         for leaf in plans[path].parameters:
             tables[id(module), leaf] = module._parameters, leaf, cut
     for name, placed in bare.items():
@@ -52,8 +53,12 @@ def as_rank(
     for path, plan in plans.items():
         for name, (_, local) in plan.attributes.items():
             before.append(assign(model.get_submodule(path), name, local))
-        for name, cut_ in plan.cut.items():
-            before.append(keep_own(model.get_submodule(path), name, cut_, rank, tp))
+        module = model.get_submodule(path)
+        for name, (dim, heads) in plan.cut.items():
+            before.append(keep_own(module, name, dim, heads, rank, tp))
+        for name, rows in plan.buffers.items():
+            own = rows.take(module.get_buffer(name), rank)
+            before.append(_replaced(module._buffers, name, own))
     try:
         yield
     finally:
@@ -68,6 +73,14 @@ def own_part(whole: torch.Tensor, placed: Placement, rank: int, tp: int) -> torc
     assert isinstance(placed, Shard)
     each = whole.size(placed.dim) // tp
     return whole.narrow(placed.dim, rank * each, each).clone()
+
+
+def _replaced(
+    table: dict[str, torch.Tensor | None], name: str, own: torch.Tensor
+) -> Callable[[], None]:
+    whole = table[name]
+    table[name] = own
+    return lambda: table.__setitem__(name, whole)
 
 
 def _cut(

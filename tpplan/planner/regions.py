@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from tpplan.compiled import Cut
 from tpplan.observe.shadow import padded, shortened
 from tpplan.planner.attributes import named_in_code
 from tpplan.planner.match import folded
@@ -42,7 +41,7 @@ class _Change:
 
     what: tuple[str, str]
     values: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    cut: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
+    cut: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
     narrowed: Sequence[str] = ()
 
 
@@ -120,14 +119,13 @@ class Regions:
         stated, name = found.sizes.attributes, change.what[1]
         own = {path: {**stated.get(path, {}), name: v} for path, v in change.values.items()}
         found.sizes.attributes = {**stated, **own}
-        cut = {p: {**found.sizes.cut.get(p, {}), **c} for p, c in change.cut.items()}
-        found.sizes.cut = {**found.sizes.cut, **cut}
+        found.sizes.cut = {**found.sizes.cut, **{p: dict(c) for p, c in change.cut.items()}}
 
     def _caches(self, alike: Sequence[str]) -> list[_Change]:
         """Tensors of the regions' modules that may hold keys or values, by their heads."""
         changes: list[_Change] = []
         for count, dim in itertools.product(("kv_heads", "heads"), _HEADS):
-            cut: dict[str, dict[str, Cut]] = {}
+            cut: dict[str, dict[str, tuple[int, int]]] = {}
             for region in alike:
                 heads = dict(self._sizes(region)).get(count, (0, 0))[0]
                 inner = self.found.model.get_submodule(region).named_modules(prefix=region)
@@ -147,7 +145,9 @@ class Regions:
             sizes = dict(self._sizes(region))
             for path, module in self.found.model.get_submodule(region).named_modules(prefix=region):
                 style = self.found.styles.get(path, NONE)
-                if style is not NONE and not style.heads:
+                # what works on columns may count them; a projection's numbers are its own
+                works = style.columns and path not in self.found.sizes.columns
+                if style is not NONE and not (style.heads or works):
                     continue
                 for name, value in named_in_code(module).items():
                     if name in self.found.sizes.attributes.get(path, {}):

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compiled import Cut
 from tpplan.language import Rule
 from tpplan.layout import MisfitError, Part, Rows, rows_of
 from tpplan.observe.experts import shared_experts
@@ -40,7 +39,8 @@ class Sizes:
         layouts: the rows of each rank, of layers that are not simply cut evenly.
         geometry: the heads.
         attributes: module path -> attribute -> (present value, value per rank).
-        cut: module path -> tensor of its own, no parameter -> what each rank has of it.
+        cut: module path -> tensor of its own -> the dimension of its heads, and how many.
+        buffers: module path -> buffer of its own -> what each rank computes with of it.
         parameters: the rows of parameters that have rules of their own, with sized parts.
         stacked: module path -> how the ranks share the experts that it holds.
         head_inputs: module path -> arguments of which each rank takes its heads.
@@ -61,7 +61,8 @@ class Sizes:
         self.parameters: dict[str, Rows] = {}
         self.stacked: dict[str, Stacked] = {}
         self.attributes: dict[str, dict[str, tuple[int, int]]] = {}
-        self.cut: dict[str, dict[str, Cut]] = {}
+        self.cut: dict[str, dict[str, tuple[int, int]]] = {}
+        self.buffers: dict[str, dict[str, Rows]] = {}
         self.head_inputs: dict[str, tuple[tuple[Argument, int], ...]] = {}
 
     def orient(self, trace: Trace) -> None:
@@ -179,7 +180,7 @@ class Sizes:
                     size = held.shape[rows.dim]
                     rows = rows_of([Part(leaf, size, size)], 1, self.tp, rows.dim)
             if isinstance(rows, Rows):
-                self.cut.setdefault(owner, {})[leaf] = rows
+                self.buffers.setdefault(owner, {})[leaf] = rows
 
     def share_experts(self, path: str, rule: Rule, misfits: Misfits) -> None:
         """What each rank has of stacked experts; those of modules that are alike, once."""

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 
 from torch import nn
 
-from tpplan.compiled import Boundary, CompiledPlan, Cut, DrawnFor, ModulePlan, ParameterPlan
+from tpplan.compiled import Boundary, CompiledPlan, DrawnFor, ModulePlan, ParameterPlan
 from tpplan.kernels.forms import UnbiasedForm
 from tpplan.layout import Rows
 
@@ -79,7 +79,14 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
     for name, (present, local) in plan.attributes.items():
         said = "" if name in _stated(plan) else "inferred: "
         lines.append(f"{said}{name}: {present}, on each rank {local}")
-    lines += [_buffer(name, cut) for name, cut in plan.cut.items()]
+    lines += [
+        f"inferred: of the {heads} heads of '{name}', along dimension {dim}, each rank has its own"
+        for name, (dim, heads) in plan.cut.items()
+    ]
+    lines += [
+        f"buffer {name}: each rank computes with {rows.length()} along dimension {rows.dim}"
+        for name, rows in plan.buffers.items()
+    ]
     if plan.draws is not None:
         lines.append(_draws(plan.draws, compiled.sequence_parallel))
     if plan.kernel is not None:
@@ -104,13 +111,6 @@ def _stated(plan: ModulePlan) -> Container[str]:
     """The attributes of which the plan speaks."""
     stated = plan.options.get("attributes")
     return stated if isinstance(stated, Mapping) else ()
-
-
-def _buffer(name: str, cut: Cut) -> str:
-    if isinstance(cut, Rows):
-        return f"buffer {name}: each rank has {cut.length()} along dimension {cut.dim}"
-    said = f"of the {cut[1]} heads of '{name}', along dimension {cut[0]}"
-    return f"inferred: {said}, each rank has its own"
 
 
 def _draws(kind: DrawnFor, sequence_parallel: bool) -> str:

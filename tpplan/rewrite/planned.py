@@ -20,7 +20,7 @@ from tpplan.roles.draws import Draws
 from tpplan.roles.entry import Entry
 from tpplan.roles.experts import Escaping
 from tpplan.roles.fused import ROLES, Around, Swapped, common, partner_of
-from tpplan.roles.heads import HeadInputs, keep_own
+from tpplan.roles.heads import HeadInputs, OwnBuffers, keep_own
 from tpplan.roles.lowered import Lowered, State, lower
 from tpplan.roles.members import summing_site
 from tpplan.roles.narrow import Widened
@@ -67,8 +67,9 @@ class PlannedStyle(ParallelStyle):
             module._parameters[leaf] = self.installed[entry.name]
         for name, (_, local) in self.plan.attributes.items():
             assign(module, name, local)
-        for name, cut in self.plan.cut.items():
-            keep_own(module, name, cut, self.stream.group.rank, self.stream.group.size)
+        for name, (dim, heads) in self.plan.cut.items():
+            group = self.stream.group
+            keep_own(module, name, dim, heads, group.rank, group.size)
         roles, inner = roles_of(self.plan, module, self._fused(device_mesh.device_type))
         if roles or inner is not None:
             site = summing_site(self.plan.path)
@@ -166,6 +167,7 @@ def roles_of(
         HeadInputs: plan.head_inputs,
         Entering: plan.boundaries,
         Escaping: plan.escaping,
+        OwnBuffers: plan.buffers,
     }
     if plan.unreached:
         return [Unreached], None

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.comm import Site, Transition, copy_in, split
 from tpplan.comm.stream import version_of
-from tpplan.compiled import Cut, ModulePlan
+from tpplan.compiled import ModulePlan
 from tpplan.places import taken
 from tpplan.roles.lowered import Lowered, State
 
@@ -93,16 +93,35 @@ def heads_of(x: torch.Tensor, dim: int, heads: int, rank: int, tp: int) -> torch
     return grouped.narrow(dim + 1, rank * heads // tp, each).flatten(dim, dim + 1)
 
 
-def keep_own(module: nn.Module, name: str, cut: Cut, rank: int, tp: int) -> Callable[[], None]:
-    """Leave of a buffer, or of a tensor that is an attribute, a rank's part; returns the undoing.
+class OwnBuffers(Lowered):
+    """Computes with its own part of buffers that hold something for every head or column.
+
+    They stay whole, as they are saved and made anew.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state, table = self._tpplan, self._buffers
+        if state.stream.shared is None and state.alone:
+            return super().forward(*args, **kwargs)
+        rank, cut = state.transition.group.rank, state.plan.buffers
+        whole = {name: self.get_buffer(name) for name in cut}
+        for name, rows in cut.items():
+            table[name] = rows.part(whole[name], rank)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            table.update(whole)
+
+
+def keep_own(
+    module: nn.Module, name: str, dim: int, heads: int, rank: int, tp: int
+) -> Callable[[], None]:
+    """Leave of a buffer, or of a tensor that is an attribute, a rank's heads; returns the undoing.
 
     A cache of keys and values is written to by code that knows of a rank's heads only.
     """
     table = module._buffers if name in module._buffers else vars(module)
     whole = table[name]
     assert isinstance(whole, torch.Tensor)
-    if isinstance(cut, tuple):
-        table[name] = heads_of(whole, *cut, rank, tp).clone()
-    else:
-        table[name] = cut.take(whole, rank)
+    table[name] = heads_of(whole, dim, heads, rank, tp).clone()
     return lambda: table.__setitem__(name, whole)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules.conv import _ConvNd
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from tpplan.observe.trace import Call
     from tpplan.planner.sizes import Sizes
     from tpplan.planner.walk import Walk
+
+
+_NORMS = ("num_groups", "num_channels")
+_COUNTS = ("groups", "out_channels", "in_channels")
 
 
 class Colwise(Style):
@@ -87,8 +92,10 @@ class Colwise(Style):
             if rows is not None:
                 sizes.layouts[path] = rows
             return
+        if "packed" in rule.options and module._parameters.get("weight") is not None:
+            sizes.layouts[path] = sizes.geometry.rows_in(path, sizes.tp)
         for leaf, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is None or path in sizes.layouts:
                 continue
             dim = self.placement(leaf, module, False, None).dim  # type: ignore[attr-defined]
             size = int(parameter.shape[dim]) if parameter.dim() else 1
@@ -96,8 +103,9 @@ class Colwise(Style):
                 said = f"{rule.style}: tp {sizes.tp} does not divide the {size} rows of its {leaf}"
                 misfits.setdefault(divisors(size), {})[path] = said
                 return
-        if runs_as(module, nn.GroupNorm):
-            _count_groups(sizes, path, rule, misfits)
+        counts = _COUNTS if isinstance(module, _ConvNd) else _NORMS
+        if isinstance(module, _ConvNd) or runs_as(module, nn.GroupNorm):
+            _count_groups(sizes, path, rule, misfits, *counts)
 
     def enter(self, walk: Walk, call: Call, given: int | None) -> None:
         """A product makes columns of what is whole; everything else works on columns."""
@@ -140,18 +148,20 @@ def _unlike(members: nn.ModuleList) -> str | None:
     return None
 
 
-def _count_groups(sizes: Sizes, path: str, rule: Rule, misfits: Misfits) -> None:
-    """torch's norm over groups of channels counts them: each rank has its own."""
-    module = sizes.model.get_submodule(path)
-    groups, channels = int(module.num_groups), int(module.num_channels)  # type: ignore[arg-type]
-    if groups % sizes.tp:
+def _count_groups(
+    sizes: Sizes, path: str, rule: Rule, misfits: Misfits, counted: str, *channels: str
+) -> None:
+    """torch's norms and convolutions of groups of channels count them: each rank has its own."""
+    module, rows = sizes.model.get_submodule(path), sizes.layouts.get(path)
+    groups = int(getattr(module, counted))
+    if groups % sizes.tp and rows is None:
         said = f"{rule.style}: tp {sizes.tp} does not divide its {groups} groups"
         misfits.setdefault(divisors(groups), {})[path] = said
         return
-    sizes.attributes[path] = {
-        "num_groups": (groups, groups // sizes.tp),
-        "num_channels": (channels, channels // sizes.tp),
-    }
+    whole = {name: int(getattr(module, name)) for name in (counted, *channels)}
+    # of parts that ranks share each has more than its even share
+    own = groups // sizes.tp if rows is None else rows.length() * groups // whole[channels[0]]
+    sizes.attributes[path] = {name: (n, n * own // groups) for name, n in whole.items()}
 
 
 COLWISE = Colwise()
