@@ -46,10 +46,11 @@ ABOVE_THE_FLOOR = {
     "moshi.yaml": "the last hidden states are part of the answer",
 }
 
-# the gradient of a scalar, or of a bias of a gate for each head, sums over all activations and cancels: in float32 even the unsharded model is
-# above 1e-5 when its sums are in another order (benchmarks/rounding.py), so the two errors may be
-# those in float64; with weights of these seeds nothing cancels
-ROUNDED = {"apertus": 10, "xlstm": 4}
+# the gradient of a scalar, or of the bias of a head's gate, sums over all activations and cancels:
+# in float32 even the unsharded model is above 1e-5 when its sums are in another order
+# (benchmarks/rounding.py), so the two errors may be those in float64; with weights of these seeds
+# nothing cancels
+ROUNDED = {"apertus": 10, "xlstm": 12}
 
 # reordered sums of the unsharded model alone are at 1e-5 (benchmarks/rounding.py), and much of
 # these models is in float32 whatever they are cast to: weights of these seeds leave room
