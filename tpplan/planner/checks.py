@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tpplan.compat import FakeTensor
-from tpplan.language import Rule
+from tpplan.language import Position, Rule
 from tpplan.layout import MisfitError
 from tpplan.observe.trace import Trace
 from tpplan.planner.complaints import Complaints
@@ -62,13 +62,16 @@ def _quantised(module: nn.Module) -> str | None:
 def _check_buffers(model: nn.Module, tp: int, complaints: Complaints) -> None:
     """Rules for buffers, which are not multiplied by: of a product each rank would have a part."""
     held: dict[str, tuple[torch.Tensor, Rule]] = {}
+    refused: dict[Position, tuple[Rule, list[str]]] = {}
     for name, rule in complaints.matches.buffers.items():
         if named(rule.style).bare is None or named(rule.style).sums:
-            message = f"a buffer can be {COLWISE.name} or {REPLICATE.name}, not {rule.style}"
-            hint = f"{COLWISE.name} gives each rank what is of its columns or heads"
-            complaints.about(rule, [name], message, hint)
+            refused.setdefault(rule.position, (rule, []))[1].append(name)
         else:
             held[name] = model.get_buffer(name), rule
+    for rule, names in refused.values():
+        message = f"a buffer can be {COLWISE.name} or {REPLICATE.name}, not {rule.style}"
+        hint = f"{COLWISE.name} gives each rank what is of its columns or heads"
+        complaints.about(rule, names, message, hint)
     _check_tensors(held, tp, complaints)
 
 
@@ -170,7 +173,10 @@ def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> N
         message = "sharded activations leave it: no row-parallel layer reduces them"
         hint = f"end each sharded region with a {ROWWISE.name} layer"
         complaints.about(None, flow.unreduced, message, hint)
+    torn: dict[tuple[str, str], tuple[str, str]] = {}
     for path, maker in flow.torn.items():
+        torn.setdefault((folded(path), folded(maker)), (path, maker))
+    for path, maker in torn.values():
         _mixture(path, maker, "sharded activations", COLWISE, complaints)
     inside = {
         path: f"it is inside of {fold([around])}, which runs whole on every rank"
@@ -191,7 +197,10 @@ def _mixture(path: str, maker: str, what: str, style: Style, complaints: Complai
     source = f" from {fold([maker])}" if maker else ""
     message = f"combines {what} with a whole tensor{source}, whose gradient would be a part"
     hint = f"give the module that makes that tensor the style {style.name}"
-    complaints.about(complaints.matches.modules.get(maker), [path], message, hint)
+    rule = complaints.matches.modules.get(maker)
+    if style is COLWISE and rule is not None and named(rule.style).sums:
+        hint = f"if the code goes on with the sum, give {fold([maker])} 'output: inside'"
+    complaints.about(rule, [path], message, hint)
 
 
 def _for_mixture(path: str, maker: str, giving: str) -> str:

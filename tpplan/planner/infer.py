@@ -56,10 +56,12 @@ def find_boundaries(
     entries = _Entries(trace, columns, multihead, heads, gathers, of_columns)
     for call in trace.calls:
         if call.path in staying and call.parent is not None:
-            around = trace.calls[call.parent]
-            entries.inside.update(
-                n for m in call.outputs for n in whole_in(trace, m, around, columns)
-            )
+            # what is made of columns besides is refused where a layer is given it
+            entries.inside.update(call.outputs)
+            for op in trace.ops[call.last_op : trace.calls[call.parent].last_op]:
+                made = trace.calls[op.call].path in columns
+                if not made and not entries.inside.isdisjoint(op.inputs):
+                    entries.inside.update(op.outputs)
     return entries.boundaries(bare)
 
 

@@ -49,8 +49,8 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
     unmatched: list[str] = []
     for rule in plan.rules:
         hits = [p for p in modules if any(map(rule.pattern.matches, called[p]))]
-        for bare in (parameters, buffers):
-            hits = hits or [p for p in bare if any(map(rule.pattern.matches, called[p]))]
+        bare = () if hits else (*parameters, *buffers)
+        hits += [p for p in bare if any(map(rule.pattern.matches, called[p]))]
         for path in dict.fromkeys(modules.get(hit, hit) for hit in hits):
             claims.setdefault(path, []).append(rule)
         if hits:

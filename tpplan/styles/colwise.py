@@ -55,7 +55,9 @@ class Colwise(Style):
         if runs_as(module, nn.Identity):
             return None  # where others of the family have a layer
         if not self.is_list(module):
-            return without_weight(module)
+            own = [p for p in module._parameters.values() if p is not None]
+            # scales of columns, whatever they are called
+            return None if own and all(p.dim() == 1 for p in own) else without_weight(module)
         if len(module) % tp:  # type: ignore[arg-type]
             return f"tp {tp} does not divide its {len(module)} modules"  # type: ignore[arg-type]
         return _unlike(module)  # type: ignore[arg-type]
