@@ -175,7 +175,10 @@ class Sizes:
             if isinstance(packed, Mapping) and "sizes" in packed:
                 rows = self._sized_rows(name, rule, held, misfits)
             else:
-                rows = style.place(held, rule, self.tp)
+                try:
+                    rows = style.place(held, rule, self.tp)
+                except MisfitError:
+                    continue  # said before
                 if isinstance(rows, Shard):
                     size = held.shape[rows.dim]
                     rows = rows_of([Part(leaf, size, size)], 1, self.tp, rows.dim)
