@@ -16,8 +16,10 @@ from tpplan.language import Rule
 from tpplan.language.styles import WHOLE
 from tpplan.layout import Rows
 from tpplan.roles import linear
+from tpplan.roles.lowered import LocalParameters
 from tpplan.roles.members import OwnMembers
 from tpplan.roles.norm import GatedWidthNorm, WidthNorm
+from tpplan.roles.reads import Lent
 from tpplan.styles.style import (
     Factor,
     Misfits,
@@ -129,6 +131,8 @@ class Colwise(Style):
             return [WidthNorm if plan.norm.gated is None else GatedWidthNorm], None
         if self.is_list(module):
             return [OwnMembers], None
+        if isinstance(module, _ConvNd):  # code that goes on with a cache reads its weight
+            return [Lent, LocalParameters], None
         return super().roles(plan, module, fused)
 
     def reasons(self, plan: ModulePlan) -> tuple[str, str]:
