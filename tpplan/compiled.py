@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.kernels.forms import Form
+from tpplan.kernels.gated_norm import GatedForm
 from tpplan.language import FrozenMap, Plan, Rule
 from tpplan.layout import Rows
 from tpplan.places import Argument, Place
@@ -157,11 +158,18 @@ DrawnFor = Literal["region", "stream", "whole", "mixed"]
 
 @dataclass(frozen=True)
 class WidthNorm:
-    """An RMSNorm over a width that is sharded; ``offset``: its scale is stored less one."""
+    """An RMSNorm over a width that is sharded.
+
+    Attributes:
+        offset: whether its scale is stored less one.
+        gated: how it gates, if it does; takes: its arguments then, what it normalises and the gate.
+    """
 
     width: int
     eps: float
     offset: bool
+    gated: GatedForm | None = None
+    takes: tuple[Argument, Argument] | None = None
 
 
 @dataclass(frozen=True)
@@ -196,6 +204,7 @@ class ModulePlan:
         unreached: whether none of the calls came to it: it has its part, and cannot be run.
         attributes: per-rank values of hard-coded attributes: name -> (present, per rank).
         cut: tensors of which each rank has its heads (caches): name -> (dimension, heads).
+        buffers: what each rank computes with of a buffer, which it has the whole of.
         options: the rule's remaining options.
     """
 
@@ -227,6 +236,7 @@ class ModulePlan:
     unreached: bool = False
     attributes: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
     cut: Mapping[str, tuple[int, int]] = field(default_factory=FrozenMap)
+    buffers: Mapping[str, Rows] = field(default_factory=FrozenMap)
     options: Mapping[str, object] = field(default_factory=FrozenMap)
     kernel: KernelChoice | None = None
 

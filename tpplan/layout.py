@@ -79,6 +79,13 @@ class Rows(Placement):  # type: ignore[misc]
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.pieces[rank]]
         return torch.cat(parts, self.dim)
 
+    def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """The same, of ``whole`` itself where they lie together."""
+        if len(self.pieces[rank]) > 1:
+            return self.take(whole, rank)
+        ((start, stop),) = self.pieces[rank]
+        return whole.narrow(self.dim, start, stop - start)
+
     def put(self, whole: torch.Tensor, local: torch.Tensor, rank: int) -> None:
         """Write the rows that ``rank`` holds into ``whole``, in place."""
         at = 0

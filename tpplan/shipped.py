@@ -90,7 +90,8 @@ def _missing(plan: Plan, model: nn.Module) -> list[str]:
 
 def _paths(model: nn.Module) -> list[str]:
     parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return [*(path for path, _ in model.named_modules()), *parameters]
+    buffers = (name for name, _ in model.named_buffers())
+    return [*(path for path, _ in model.named_modules()), *parameters, *buffers]
 
 
 def _adapted(plan: Plan, model: nn.Module) -> Plan | None:

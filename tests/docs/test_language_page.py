@@ -65,6 +65,8 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
         lambda: xtransformers.decoder(heads=8, kv_heads=4),
         plan_of(xtransformers.GROUPED_RULES),
     ),
+    "Mamba": (lambda: zoo.tiny("mamba"), {"extends": "mamba.yaml"}),
+    "MiniMax": (lambda: zoo.tiny("minimax"), {"extends": "minimax.yaml"}),
     "Mixtral": (lambda: zoo.tiny("mixtral"), {"extends": "mixtral.yaml"}),
     "Qwen3-Next": (lambda: zoo.tiny("qwen3_next"), {"extends": "qwen3_next.yaml"}),
     "torch's attention": (Torch, plan_of(TORCH_RULES)),

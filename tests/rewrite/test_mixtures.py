@@ -104,13 +104,14 @@ def routing_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
 
 
 def generation_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
-    """The tokens of greedy generation, with padding on the left."""
+    """The tokens of greedy generation, with padding on the left, and with caches."""
     found = Findings()
     reference, model = (m.eval() for m in pair(name, mesh, sp))
     ids = torch.randint(3, zoo.VOCAB, (2, 7), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
     how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    how["use_cache"] = True
     with torch.no_grad():
         due: Any = reference.generate(ids, **how)  # type: ignore[operator]
         got: Any = model.generate(ids, **how)  # type: ignore[operator]

@@ -70,8 +70,9 @@ STYLES: dict[str, Words] = {
             ),
             "output": Option(
                 Kind.CHOICE,
-                "give every rank the whole result, or a share of its columns",
-                ("whole", "shard"),
+                "give every rank the whole result, a share of its columns, or the whole of it "
+                "for the sharded region, which goes on",
+                ("whole", "shard", "inside"),
             ),
         },
     ),

@@ -73,7 +73,13 @@ def fused_modules(
     found: Findings = {}
     for finder in dict.fromkeys(FINDERS.values()):
         found.update(finder(seen))
-    return found
+    # what is inside of a gated MLP is computed with it, the biases of its projections as well
+    gated = [f"{path}.".lstrip(".") for path, (_, form, _) in found.items() if _is_gated(form)]
+    return {p: f for p, f in found.items() if not any(p.startswith(around) for around in gated)}
+
+
+def _is_gated(form: Form | None) -> bool:
+    return isinstance(form, GatedForm)
 
 
 # --- gated MLPs

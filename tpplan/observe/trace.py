@@ -85,7 +85,7 @@ class Trace:
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     floating: set[int] = field(default_factory=set)
     parameters: dict[int, str] = field(default_factory=dict)
-    buffers: set[int] = field(default_factory=set)
+    buffers: dict[int, str] = field(default_factory=dict)
 
     def ancestors(self, call: int | None) -> Iterable[Call]:
         """The calls around ``call``, the innermost (itself) first."""
@@ -167,7 +167,8 @@ def record(
     recorder = _Recorder()
     for name, parameter in shadow.named_parameters(remove_duplicate=False):
         recorder.trace.parameters.setdefault(recorder.number(parameter), name)
-    recorder.trace.buffers.update(recorder.number(buffer) for buffer in shadow.buffers())
+    for name, buffer in shadow.named_buffers():
+        recorder.trace.buffers[recorder.number(buffer)] = name
     with contextlib.ExitStack() as hooks:
         for path, module in shadow.named_modules():
             before, after = _hooks(recorder, path, module)

@@ -58,12 +58,24 @@ def bare_regions(
     owners = {name.rpartition(".")[0] for name in cut}
     owners -= {path for path, style in styles.items() if style.sharded}
     regions: dict[str, BareRegion] = {}
+    columns = _columns(trace, styles) if owners else set[int]()
     for call in trace.calls:
         if call.path in owners:
-            found = _Reader(trace, call, cut, styles, aliases).read()
+            found = _Reader(trace, call, cut, styles, aliases, columns).read()
             known = regions.setdefault(call.path, found)
             regions[call.path] = replace(known, parts=known.parts | found.parts)
     return {path: found for path, found in regions.items() if found.entering or found.summed}
+
+
+def _columns(trace: Trace, styles: Mapping[str, Style]) -> set[int]:
+    """The tensors of which each rank has columns, by the layers that made these."""
+    found: set[int] = set()
+    for op in trace.ops:
+        around = (styles.get(call.path) for call in trace.ancestors(op.call))
+        style = next((style for style in around if style is not None), NONE)
+        if not style.sums and (style.columns or not found.isdisjoint(op.inputs)):
+            found.update(op.outputs)
+    return found
 
 
 class _Reader:
@@ -76,13 +88,15 @@ class _Reader:
         cut: Mapping[str, Style],
         styles: Mapping[str, Style],
         aliases: Mapping[str, Sequence[str]],
+        columns: Set[int],
     ) -> None:
         self.trace, self.call, self.cut, self.styles = trace, call, cut, styles
         self.aliases = aliases
         self.weights = {n: frozenset([name]) for n, name in trace.parameters.items()}
         # whole tensors, by the arguments they were made of
-        self.whole = {n: frozenset([n]) for n in call.arguments if n in trace.floating}
-        self.columns: set[int] = set()
+        given = call.arguments.keys() & trace.floating
+        self.whole = {n: frozenset([n]) for n in given - columns}
+        self.columns = {*given} & columns
         self.parts: set[int] = set()
         self.entering: set[int] = set()
         self.added: set[str] = set()

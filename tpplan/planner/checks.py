@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from tpplan.compat import FakeTensor
+from tpplan.language import Position, Rule
 from tpplan.layout import MisfitError
+from tpplan.observe.trace import Trace
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
 from tpplan.planner.match import fold, folded, nearly
@@ -39,6 +41,7 @@ def check_modules(model: nn.Module, tp: int, complaints: Complaints) -> None:
     complaints.by_rule(hidden, "define it on the class")
     complaints.by_rule(dims, "leave it out: of a module it follows from what it computes")
     _check_bare(model, tp, complaints)
+    _check_buffers(model, tp, complaints)
     if any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters()):
         message = "the model already holds DTensor parameters"
         complaints.say(message, hint="parallelize a model once, and before FSDP")
@@ -63,9 +66,40 @@ def _quantised(module: nn.Module) -> str | None:
     return f"its weight is quantised ({kind}), which cannot be cut"
 
 
+def _check_buffers(model: nn.Module, tp: int, complaints: Complaints) -> None:
+    """Rules for buffers, which are not multiplied by: of a product each rank would have a part."""
+    held: dict[str, tuple[torch.Tensor, Rule]] = {}
+    refused: dict[Position, tuple[Rule, list[str]]] = {}
+    for name, rule in complaints.matches.buffers.items():
+        if named(rule.style).bare is None or named(rule.style).sums:
+            refused.setdefault(rule.position, (rule, []))[1].append(name)
+        else:
+            held[name] = model.get_buffer(name), rule
+    for rule, names in refused.values():
+        message = f"a buffer can be {COLWISE.name} or {REPLICATE.name}, not {rule.style}"
+        hint = f"{COLWISE.name} gives each rank what is of its columns or heads"
+        complaints.about(rule, names, message, hint)
+    _check_tensors(held, tp, complaints)
+
+
+def check_buffers(trace: Trace, cut: Mapping[str, Rule], complaints: Complaints) -> None:
+    """A buffer of which each rank is to have a part is read by its module, and not written to."""
+    written = {trace.buffers.get(n) for op in trace.ops for n in op.written}
+    called = {call.path for call in trace.calls}
+    for name, rule in cut.items():
+        message = ""
+        if name in written:
+            message = "the model's code writes to this buffer, of which each rank has the whole"
+        elif name.rpartition(".")[0] not in called:
+            message = "the module that holds this buffer is not called: other code reads it"
+        if message:
+            hint = f"make it {REPLICATE.name}"
+            complaints.about(rule, [name], f"{rule.style}: {message}", hint)
+
+
 def _check_bare(model: nn.Module, tp: int, complaints: Complaints) -> None:
     """Rules for bare parameters."""
-    misfits: dict[tuple[str, str], list[str]] = {}
+    bare: dict[str, tuple[torch.Tensor, Rule]] = {}
     for name, rule in complaints.matches.parameters.items():
         style = named(rule.style)
         if style.bare is None:
@@ -74,16 +108,29 @@ def _check_bare(model: nn.Module, tp: int, complaints: Complaints) -> None:
             hint = f"{COLWISE.name} cuts its first dimension, {REPLICATE.name} leaves it whole"
             complaints.say(message, rule.position, hint)
             continue
+        bare[name] = model.get_parameter(name), rule
+    _check_tensors(bare, tp, complaints)
+
+
+def _check_tensors(
+    held: Mapping[str, tuple[torch.Tensor, Rule]], tp: int, complaints: Complaints
+) -> None:
+    """The options of rules for single tensors, and whether tp fits these."""
+    misfits: dict[tuple[str, str], list[str]] = {}
+    for name, (tensor, rule) in held.items():
+        style = named(rule.style)
+        if style.bare is None:
+            continue  # said before
         for option in sorted(rule.options.keys() - style.bare):
             message = f"{rule.style}: '{option}' says nothing of a bare parameter"
             misfits.setdefault((message, "leave it out"), []).append(name)
         try:
-            style.place(model.get_parameter(name), rule, tp)
+            style.place(tensor, rule, tp)
         except MisfitError as error:
             message, hint = error.args
             misfits.setdefault((f"{rule.style}: {message}", hint), []).append(name)
     for (message, hint), names in misfits.items():
-        complaints.about(complaints.matches.parameters[names[0]], names, message, hint)
+        complaints.about(held[names[0]][1], names, message, hint)
 
 
 def check_unmentioned(
@@ -133,7 +180,10 @@ def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> N
         message = "sharded activations leave it: no row-parallel layer reduces them"
         hint = f"end each sharded region with a {ROWWISE.name} layer"
         complaints.about(None, flow.unreduced, message, hint)
+    torn: dict[tuple[str, str], tuple[str, str]] = {}
     for path, maker in flow.torn.items():
+        torn.setdefault((folded(path), folded(maker)), (path, maker))
+    for path, maker in torn.values():
         _mixture(path, maker, "sharded activations", COLWISE, complaints)
     inside = {
         path: f"it is inside of {fold([around])}, which runs whole on every rank"
@@ -154,7 +204,10 @@ def _mixture(path: str, maker: str, what: str, style: Style, complaints: Complai
     source = f" from {fold([maker])}" if maker else ""
     message = f"combines {what} with a whole tensor{source}, whose gradient would be a part"
     hint = f"give the module that makes that tensor the style {style.name}"
-    complaints.about(complaints.matches.modules.get(maker), [path], message, hint)
+    rule = complaints.matches.modules.get(maker)
+    if style is COLWISE and rule is not None and named(rule.style).sums:
+        hint = f"if the code goes on with the sum, give {fold([maker])} 'output: inside'"
+    complaints.about(rule, [path], message, hint)
 
 
 def _for_mixture(path: str, maker: str, giving: str) -> str:

@@ -14,6 +14,7 @@ from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.experts import OfSizes
 from tpplan.observe.fused import fused_modules
+from tpplan.observe.gated import gated_norms
 from tpplan.observe.probe import probe_modules
 from tpplan.observe.shadow import Call, calls_for, computing_shadow_of, routed, shadow_of
 from tpplan.observe.tables import read_by_others
@@ -121,12 +122,16 @@ class _Compiler(Outcome):
         drawing = self.observe(calls)
         drawn = self.find_regions(drawing)
         self.sizes.lay_out(self.trace)
+        buffers = self.matches.buffers.items()
+        cut = {name: rule for name, rule in buffers if named(rule.style).columns}
+        checks.check_buffers(self.trace, cut, self.complaints)
         self.placing.check_ties()
         self.placing.check_contradictions()
         traces = (self.trace, drawing)
         self.read = read_by_others(traces, self.placing.names.values())
         dim, columns = self.plan.sequence_dim, self.sizes.columns
         self.probed = probe_modules(self.model, self.styles, columns, traces, dim)
+        self.gated = gated_norms(self.model, self.styles, columns, self.trace, self.tp)
         self.fused = fused_modules(self.model, self.styles, columns, self.sizes.transposed, traces)
         self.complaints.stop_if_any()
         self.follow(drawing, drawn)
@@ -161,7 +166,7 @@ class _Compiler(Outcome):
         summing = {path for path, region in self.bare.items() if region.summed is not None}
         columns, adapted = self.sizes.columns, self.matches.adapted
         self.boundaries = infer.find_boundaries(
-            self.trace, columns, self.multihead, heads, gathers, self.bare, adapted
+            self.trace, columns, self.multihead, heads, gathers, self.bare, adapted, self.staying
         )
         self.elements = infer.find_elements(
             self.trace, self.styles, self.plan.layers, self.boundaries, self.multihead, summing
@@ -174,7 +179,7 @@ class _Compiler(Outcome):
             self.complaints.about(self.block_rules[path], lone, message, hint)
         self.together = reduced_together(
             (self.trace, drawing),
-            {p: r for p, r in self.matches.modules.items() if p not in self.partial},
+            {p: r for p, r in self.matches.modules.items() if p not in self.partial | self.staying},
             self.elements,
             self.complaints,
             self.block_rules,

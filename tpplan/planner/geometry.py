@@ -91,14 +91,17 @@ class Geometry:
             around = around.rpartition(".")[0]
 
     def names_of(self, path: str) -> dict[str, int]:
-        """Names for expressions at a module: its integers, and those of its configuration."""
+        """Names for expressions at a module: its integers, and those of what is around it."""
         names: dict[str, int] = {}
+        steps = path.split(".") if path else []
+        around = [self.model.get_submodule(".".join(steps[:n])) for n in range(len(steps))]
         module = self.model.get_submodule(path)
         root = getattr(self.model, "config", None)
         text = getattr(root, "text_config", None)
         for config in (root, text, getattr(module, "config", None)):
             names.update(integers(getattr(config, "__dict__", {})))
-        names.update(integers(vars(module)))
+        for holder in (*around, module):
+            names.update(integers(vars(holder)))
         return names
 
     def _heads(self, group: str) -> Heads:
@@ -224,6 +227,15 @@ class Geometry:
         each = total // tp
         even = all(rows.pieces[r] == ((r * each, (r + 1) * each),) for r in range(tp))
         return None if even and total % tp == 0 else rows
+
+    def rows_in(self, path: str, tp: int) -> Rows:
+        """The rows of each rank of a layer in parts that works on each column by itself.
+
+        Raises:
+            MisfitError: where ``tp`` does not fit; see ``fitting``.
+        """
+        parts, repeat, fixed = self.parts_of(path)
+        return rows_of(parts, repeat, tp, 0, fixed)
 
     def parts_seen(self, path: str) -> tuple[int, ...]:
         """The view that seems to have parts in front of heads, where a layer's rule names none."""

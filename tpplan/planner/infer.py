@@ -15,10 +15,6 @@ from tpplan.places import Argument, Place
 from tpplan.planner.bare import BareRegion
 from tpplan.styles import NONE, Style
 
-VIEWS = frozenset({"view", "_unsafe_view", "reshape", "unflatten", "unsqueeze", "squeeze"})
-KEEPING = frozenset({"clone", "alias", "detach", "_to_copy", "contiguous", "lift_fresh"})
-_CUTS = frozenset({"split", "split_with_sizes", "chunk", "slice", "narrow"})
-
 
 def carrying(trace: Trace, path: str) -> Argument | None:
     """The argument that carries the stream into a module; None where it was not called."""
@@ -38,6 +34,7 @@ def find_boundaries(
     gathers: Mapping[str, frozenset[str]],
     bare: Mapping[str, BareRegion],
     adapted: Mapping[str, str],
+    staying: Set[str],
 ) -> dict[str, tuple[Boundary, ...]]:
     """Where each input of a column-parallel layer enters: module path -> boundaries.
 
@@ -53,9 +50,19 @@ def find_boundaries(
         bare: the modules that compute with cut parameters of their own.
         adapted: what a layer with a low-rank adapter is made of -> the path of that layer, whose
             adapter takes the same input.
+        staying: row-parallel layers whose sum is for the region: what is made of that has entered.
     """
     of_columns = {layer for path, layer in adapted.items() if path in columns}
-    return _Entries(trace, columns, multihead, heads, gathers, of_columns).boundaries(bare)
+    entries = _Entries(trace, columns, multihead, heads, gathers, of_columns)
+    for call in trace.calls:
+        if call.path in staying and call.parent is not None:
+            # what is made of columns besides is refused where a layer is given it
+            entries.inside.update(call.outputs)
+            for op in trace.ops[call.last_op : trace.calls[call.parent].last_op]:
+                made = trace.calls[op.call].path in columns
+                if not made and not entries.inside.isdisjoint(op.inputs):
+                    entries.inside.update(op.outputs)
+    return entries.boundaries(bare)
 
 
 class _Entries:
@@ -90,6 +97,7 @@ class _Entries:
             if call.path in adapted
             for number in call.arguments
         }
+        self.inside: set[int] = set()
         self.entries: dict[tuple[str, int], tuple[tuple[Argument, ...], list[str]]] = {}
 
     def boundaries(self, bare: Mapping[str, BareRegion]) -> dict[str, tuple[Boundary, ...]]:
@@ -135,7 +143,7 @@ class _Entries:
     def enter(self, call: Call) -> None:
         """What a projection or a head is given enters there, or further out."""
         given = stream_input(self.trace, call)
-        if given is None:
+        if given is None or given in self.inside:
             return
         path, given, arguments = self.outermost(call, given)
         consumers = self.entries.setdefault((path, given), (arguments, []))[1]
@@ -307,51 +315,6 @@ def _stream_of(trace: Trace, call: Call) -> tuple[Argument, Place] | None:
             if place is not None and same and {number, out} <= trace.floating:
                 return arguments[0], place
     return None
-
-
-def head_views(trace: Trace, columns: set[str]) -> dict[str, list[tuple[int, ...]]]:
-    """The dimensions that a model views the columns of its column-parallel layers as.
-
-    Columns are followed through what acts on each by itself, and through cuts of a packed layer.
-    """
-    # what several layers made (a layer and its adapter, added) are columns of each of them
-    flat = {c.outputs[0]: (c.path,) for c in trace.calls if c.path in columns and c.outputs}
-    seen: dict[str, list[tuple[int, ...]]] = {}
-    for op in trace.ops:
-        if trace.calls[op.call].path in columns:
-            continue
-        name = op.name.removeprefix("aten.").split(".")[0]
-        for number in op.inputs:
-            if number not in flat:
-                continue
-            paths, width = flat[number], trace.shapes[number][-1]
-            for out in op.outputs:
-                shape = trace.shapes[out]
-                deeper = len(shape) - len(trace.shapes[number])
-                heads = _heads_of(shape, width, deeper) if name in VIEWS else ()
-                if len(heads) >= 2:
-                    for path in paths:
-                        seen.setdefault(path, []).append(heads)
-                elif name in _CUTS or (
-                    shape[-1:] == (width,) and (op.pointwise or name in KEEPING or name in VIEWS)
-                ):
-                    flat[out] = tuple(dict.fromkeys((*flat.get(out, ()), *paths)))
-    return seen
-
-
-def _heads_of(shape: tuple[int, ...], width: int, deeper: int) -> tuple[int, ...]:
-    """The last dimensions of ``shape`` that ``width`` columns were split into.
-
-    Args:
-        deeper: how many dimensions the view added; a single head shows in nothing else.
-    """
-    count, product = 0, 1
-    while product < width and count < len(shape):
-        count += 1
-        product *= shape[-count]
-    if product == width and count == 1 and deeper == 1 and shape[-2] == 1:
-        count = 2
-    return shape[-count:] if product == width and count > 1 else ()
 
 
 def sources(

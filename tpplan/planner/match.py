@@ -18,6 +18,7 @@ class Matches:
     """Rules by module path and by bare parameter name, and the optional patterns left over.
 
     Attributes:
+        buffers: those of buffers, by name.
         adapted: what a layer with a low-rank adapter is made of -> the path of that layer.
     """
 
@@ -25,6 +26,7 @@ class Matches:
     parameters: Mapping[str, Rule]
     unmatched: tuple[str, ...]
     adapted: Mapping[str, str]
+    buffers: Mapping[str, Rule] = FrozenMap()
 
 
 def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
@@ -36,9 +38,10 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
         for path, module in model.named_modules(remove_duplicate=False)
     }
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    buffers = [name for name, _ in model.named_buffers()]
     wrapping = wrapping_of(model)
     called = {path: wrapping.called(path) for path in modules}
-    for name in parameters:
+    for name in (*parameters, *buffers):
         owner, _, leaf = name.rpartition(".")
         called[name] = name, f"{wrapping.names.get(owner, owner)}.{leaf}".lstrip(".")
     claims: dict[str, list[Rule]] = {}
@@ -46,7 +49,8 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
     unmatched: list[str] = []
     for rule in plan.rules:
         hits = [p for p in modules if any(map(rule.pattern.matches, called[p]))]
-        hits = hits or [p for p in parameters if any(map(rule.pattern.matches, called[p]))]
+        bare = () if hits else (*parameters, *buffers)
+        hits += [p for p in bare if any(map(rule.pattern.matches, called[p]))]
         for path in dict.fromkeys(modules.get(hit, hit) for hit in hits):
             claims.setdefault(path, []).append(rule)
         if hits:
@@ -55,7 +59,7 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
             unmatched.append(rule.pattern.text)
             continue
         message = f"pattern '{rule.pattern.text}' matches no module of {type(model).__name__}"
-        guess = nearest(rule.pattern, [*modules, *parameters])
+        guess = nearest(rule.pattern, [*modules, *parameters, *buffers])
         hint = (
             f"did you mean '{guess}'?"
             if guess
@@ -63,7 +67,22 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
         )
         diagnostics.append(Diagnostic(message, rule.position, hint))
 
+    chosen, clashing = _chosen(plan, claims)
+    diagnostics += clashing
+    of_modules = {p: r for p, r in chosen.items() if p in modules}
+    of_buffers = {name: chosen.pop(name) for name in buffers if name in chosen}
+    of_parameters = {p: r for p, r in chosen.items() if p not in modules}
+    adapted = _settle(model, wrapping, of_modules, diagnostics)
+    found = Matches(of_modules, of_parameters, tuple(unmatched), adapted, of_buffers)
+    return found, diagnostics
+
+
+def _chosen(
+    plan: Plan, claims: Mapping[str, list[Rule]]
+) -> tuple[dict[str, Rule], list[Diagnostic]]:
+    """The rule of each path, and what is said where two patterns claim one."""
     chosen: dict[str, Rule] = {}
+    diagnostics: list[Diagnostic] = []
     clashes: dict[tuple[str, str], list[str]] = {}
     for path, rules in claims.items():
         exact = [r for r in rules if r.pattern.is_exact]
@@ -81,10 +100,7 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
                 (("the other pattern", by_text[first].position),),
             )
         )
-    of_modules = {p: r for p, r in chosen.items() if p in modules}
-    of_parameters = {p: r for p, r in chosen.items() if p not in modules}
-    adapted = _settle(model, wrapping, of_modules, diagnostics)
-    return Matches(of_modules, of_parameters, tuple(unmatched), adapted), diagnostics
+    return chosen, diagnostics
 
 
 def _settle(

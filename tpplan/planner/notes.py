@@ -8,8 +8,8 @@ from tpplan.compiled import Boundary, Element
 from tpplan.observe.positions import acts_on_each
 from tpplan.observe.trace import Call, Op, Trace
 from tpplan.planner.flow import Flow
-from tpplan.planner.infer import KEEPING, VIEWS
 from tpplan.planner.noise import Noise
+from tpplan.planner.views import KEEPING, VIEWS
 from tpplan.styles import NONE, Style
 
 

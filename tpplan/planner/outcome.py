@@ -46,6 +46,7 @@ class Outcome:
         escaping: where, in what modules give, is what a block of experts has besides its sum.
         unreached: layers with a style that no call came to.
         read: the parameters that code of other modules reads.
+        gated: norms of columns that are gated, and cannot run on a rank's columns as they are.
     """
 
     model: nn.Module
@@ -71,6 +72,7 @@ class Outcome:
     draws: Mapping[str, set[str]]
     read: set[str]
     probed: Mapping[str, Finding]
+    gated: Mapping[str, WidthNorm]
     fused: Findings
 
     def result(self) -> CompiledPlan:
@@ -126,6 +128,8 @@ class Outcome:
             return True
         if owner in self.partial:
             return True  # a bias that the first rank alone adds
+        if rule is not None and style.stays(rule.options):
+            return False  # added to the sum, of which the whole gradient comes back
         # a row-parallel bias is added after the reduction, wherever the trace saw it added
         if style.sums or (style.rows and name not in self.flow.in_region):
             return self.sequence_parallel
@@ -152,6 +156,12 @@ class Outcome:
     def partial(self) -> frozenset[str]:
         """Row-parallel layers that do not reduce what they give."""
         return frozenset[str]().union(*(region.rows for region in self.bare.values()))
+
+    @functools.cached_property
+    def staying(self) -> frozenset[str]:
+        """Row-parallel layers whose sum is for the region that they are in."""
+        rules = self.matches.modules.items()
+        return frozenset(path for path, rule in rules if named(rule.style).stays(rule.options))
 
     def of(self, trait: str) -> set[str]:
         """The modules of whose style something is true."""
@@ -204,6 +214,7 @@ class Outcome:
                 read=self.lends(path, own),
                 attributes=FrozenMap(self.sizes.attributes.get(path)),
                 cut=FrozenMap(self.sizes.cut.get(path)),
+                buffers=FrozenMap(self.sizes.buffers.get(path)),
                 options=FrozenMap() if rule is None else rule.options,
                 kernel=self.kernel(path),
                 widened=path in widened,
@@ -231,6 +242,8 @@ class Outcome:
 
     def width_norm(self, path: str) -> WidthNorm | None:
         """An RMSNorm of the very columns that a column-parallel layer makes, shown by numbers."""
+        if path in self.gated:
+            return self.gated[path]
         finding = self.probed.get(path)
         if not self.styles.get(path, NONE).columns or finding is None or not finding.exact:
             return None

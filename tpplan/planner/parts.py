@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tpplan.observe.trace import Trace
-from tpplan.planner.infer import KEEPING, VIEWS, head_views, sources
+from tpplan.planner.infer import sources
+from tpplan.planner.views import KEEPING, VIEWS, head_views
 from tpplan.styles import NONE, Style
 
 _CUTS = frozenset({"split", "split_with_sizes", "chunk"})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.compiled import ModulePlan
-from tpplan.layout import own_part
+from tpplan.layout import Rows, own_part
 from tpplan.planner.attributes import assign
 from tpplan.roles.heads import keep_own
 
@@ -19,7 +20,7 @@ from tpplan.roles.heads import keep_own
 def as_rank(
     model: nn.Module,
     plans: Mapping[str, ModulePlan],
-    inner: Iterable[str],
+    inner: Mapping[str, Rows | None],
     bare: Mapping[str, Placement],
     lists: Iterable[str],
     place: tuple[int, int],
@@ -27,7 +28,8 @@ def as_rank(
     """Within it, ``model`` is what the first of ``place`` has, of as many ranks as the second.
 
     Args:
-        inner: modules on sharded columns or heads, which run on the rank's part.
+        inner: modules on sharded columns or heads, which run on the rank's part, with the rows that
+            a rank has where these are not simply cut evenly.
         bare: parameters that are cut by a rule of their own, and how.
         lists: those with a module for each head.
     """
@@ -35,9 +37,9 @@ def as_rank(
     before = []
     # a module may stand in several places, with a name of its parameter for each
     tables: dict[tuple[int, str], tuple[dict[str, nn.Parameter | None], str, Placement]] = {}
-    for path in inner:
+    for path, rows in inner.items():
         module = model.get_submodule(path)
-        cut = Shard(1 if isinstance(module, nn.Embedding) else 0)
+        cut = rows or Shard(1 if isinstance(module, nn.Embedding) else 0)
         for leaf in plans[path].parameters:
             tables[id(module), leaf] = module._parameters, leaf, cut
     for name, placed in bare.items():
@@ -51,14 +53,25 @@ def as_rank(
     for path, plan in plans.items():
         for name, (_, local) in plan.attributes.items():
             before.append(assign(model.get_submodule(path), name, local))
+        module = model.get_submodule(path)
         for name, (dim, heads) in plan.cut.items():
-            module = model.get_submodule(path)
             before.append(keep_own(module, name, dim, heads, rank, tp))
+        for name, rows in plan.buffers.items():
+            own = rows.take(module.get_buffer(name), rank)
+            before.append(_replaced(module._buffers, name, own))
     try:
         yield
     finally:
         for restore in reversed(before):
             restore()
+
+
+def _replaced(
+    table: dict[str, torch.Tensor | None], name: str, own: torch.Tensor
+) -> Callable[[], None]:
+    whole = table[name]
+    table[name] = own
+    return lambda: table.__setitem__(name, whole)
 
 
 def _cut(

@@ -145,7 +145,9 @@ class Regions:
             sizes = dict(self._sizes(region))
             for path, module in self.found.model.get_submodule(region).named_modules(prefix=region):
                 style = self.found.styles.get(path, NONE)
-                if style is not NONE and not style.heads:
+                # what works on columns may count them; a projection's numbers are its own
+                works = style.columns and path not in self.found.sizes.columns
+                if style is not NONE and not (style.heads or works):
                     continue
                 for name, value in named_in_code(module).items():
                     if name in self.found.sizes.attributes.get(path, {}):

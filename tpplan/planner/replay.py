@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import unfused
 from tpplan.compiled import Element, ModulePlan, Summed
 from tpplan.language import Position, Rule
-from tpplan.layout import Rows
+from tpplan.layout import Rows, own_part
 from tpplan.observe.likeness import identity, shared_tensors
 from tpplan.places import at, taken, with_at
 from tpplan.planner.events import Departed, Event, compare, first_of, own_columns, own_numbers
@@ -192,7 +193,8 @@ class _Replay:
     def own(self, rank: int) -> AbstractContextManager[None]:
         """With every attribute and bare parameter at the value it has on a rank."""
         bare = {name: placed for name, (_, placed) in self.bare.items()}
-        return as_rank(self.model, self.plans, self.inner, bare, self.lists, (rank, self.tp))
+        inner = {path: self.layouts.get(path) for path in self.inner}
+        return as_rank(self.model, self.plans, inner, bare, self.lists, (rank, self.tp))
 
     def run(self, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int | None) -> None:
         self.rank, self.at, self.running = rank, 0, []
@@ -341,8 +343,9 @@ class _Replay:
         dims = [d for d in range(whole.dim()) if whole.size(d) != own.size(d)] if same else []
         if len(dims) != 1:
             raise Departed(path, f"{what} shape {tuple(own.shape)}")
-        each = whole.size(dims[0]) // self.tp
-        return whole.narrow(dims[0], self.rank * each, each).clone()
+        rows, (dim,) = self.layouts.get(path), dims
+        placed = Shard(dim) if rows is None else Rows(dim, rows.pieces)
+        return own_part(whole, placed, self.rank, self.tp)
 
     def _with_heads(self, plan: ModulePlan, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

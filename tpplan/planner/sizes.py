@@ -6,22 +6,24 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.language import Rule
-from tpplan.layout import MisfitError, Rows, rows_of
+from tpplan.layout import MisfitError, Part, Rows, rows_of
 from tpplan.observe.likeness import identity
 from tpplan.observe.products import Products
 from tpplan.observe.thin_experts import NotStackedError, Stacked, WidthError
 from tpplan.observe.trace import Trace
 from tpplan.places import Argument
-from tpplan.planner import infer
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.geometry import Geometry
 from tpplan.planner.match import fold
 from tpplan.planner.parts import packed_heads
 from tpplan.planner.sharing import NotOverEpError, Sharing
+from tpplan.planner.views import head_views
 from tpplan.styles import divisors, named
 from tpplan.styles.replicate import REPLICATE
 from tpplan.styles.style import Misfits
@@ -37,6 +39,7 @@ class Sizes:
         geometry: the heads.
         attributes: module path -> attribute -> (present value, value per rank).
         cut: module path -> tensor of its own -> the dimension of its heads, and how many.
+        buffers: module path -> buffer of its own -> what each rank computes with of it.
         parameters: the rows of parameters that have rules of their own, with sized parts.
         stacked: module path -> how the ranks share the experts that it holds.
         head_inputs: module path -> arguments of which each rank takes its heads.
@@ -59,6 +62,7 @@ class Sizes:
         self.stacked: dict[str, Stacked] = {}
         self.attributes: dict[str, dict[str, tuple[int, int]]] = {}
         self.cut: dict[str, dict[str, tuple[int, int]]] = {}
+        self.buffers: dict[str, dict[str, Rows]] = {}
         self.head_inputs: dict[str, tuple[tuple[Argument, int], ...]] = {}
 
     def orient(self, trace: Trace) -> None:
@@ -85,13 +89,26 @@ class Sizes:
                 self.transposed.add(path)
             if style.columns:
                 self.columns.add(path)
+        self._orient_tied(called)
         whole = f"make it {REPLICATE.name}, with what belongs to its region"
         self.complaints.by_rule(refused, whole)
         self.complaints.by_rule(stored, "leave 'transposed' out: it is seen in what the layer does")
 
+    def _orient_tied(self, called: set[str]) -> None:
+        """Modules that only hold what others compute with lie as those do."""
+        held = {
+            path: self.model.get_submodule(path)._parameters.get("weight") for path in self.rules
+        }
+        mates = {id(weight): path for path, weight in held.items() if path in called}
+        for path, weight in held.items():
+            mate = mates.get(id(weight)) if weight is not None and path not in called else None
+            if mate is not None and self.rules[mate].options == self.rules[path].options:
+                self.columns |= {path} if mate in self.columns else set()
+                self.transposed |= {path} if mate in self.transposed else set()
+
     def lay_out(self, trace: Trace) -> None:
         """Head geometry, the rows of each rank, the per-rank attributes."""
-        seen = infer.head_views(trace, self.columns)
+        seen = head_views(trace, self.columns)
         wrong, adapted = self.complaints.wrong, self.complaints.matches.adapted
         self.geometry = Geometry(self.model, self.rules, seen, self.transposed, wrong, adapted)
         self.attributes, self.trace = {}, trace
@@ -107,6 +124,7 @@ class Sizes:
                     fit = f"{fit}; if they are parts, say so with {packed_heads(view[0])}"
                 misfits.setdefault(fit, {})[path] = said
         self._size_parameters(misfits)
+        self._size_buffers(misfits)
         for fit, found in misfits.items():
             whole = f"make it {REPLICATE.name}, with what belongs to its block"
             self.complaints.by_rule(found, f"tp may be {fit}" if fit else whole)
@@ -124,22 +142,50 @@ class Sizes:
         """The parts of bare parameters whose rules say how large each is."""
         for name, rule in self.complaints.matches.parameters.items():
             packed = rule.options.get("packed")
-            if not isinstance(packed, Mapping) or "sizes" not in packed:
-                continue
-            parts = self.geometry.sized(rule, name.rpartition(".")[0])
-            parameter = self.model.get_parameter(name)
-            dim = int(rule.options.get("dim", 0)) % parameter.dim()  # type: ignore[call-overload]
-            total = sum(part.size for part in parts)
-            if total != parameter.shape[dim]:
-                said = f"packed: the parts are {total}, not the {parameter.shape[dim]}"
-                where = rule.option_positions.get("packed", rule.position)
-                self.complaints.say(f"{fold([name])}: {said} of dimension {dim}", where)
-                continue
-            try:
-                self.parameters[name] = rows_of(parts, 1, self.tp, dim)
-            except MisfitError as error:
-                fit = divisors(*(part.units for part in parts))
-                misfits.setdefault(fit, {})[name] = f"{rule.style}: {error}"
+            if isinstance(packed, Mapping) and "sizes" in packed:
+                rows = self._sized_rows(name, rule, self.model.get_parameter(name), misfits)
+                if rows is not None:
+                    self.parameters[name] = rows
+
+    def _sized_rows(
+        self, name: str, rule: Rule, held: torch.Tensor, misfits: Misfits
+    ) -> Rows | None:
+        """What each rank has of a tensor in parts of stated sizes; None where that was refused."""
+        parts = self.geometry.sized(rule, name.rpartition(".")[0])
+        dim = int(rule.options.get("dim", 0)) % held.dim()  # type: ignore[call-overload]
+        total = sum(part.size for part in parts)
+        if total != held.shape[dim]:
+            said = f"packed: the parts are {total}, not the {held.shape[dim]}"
+            where = rule.option_positions.get("packed", rule.position)
+            self.complaints.say(f"{fold([name])}: {said} of dimension {dim}", where)
+            return None
+        try:
+            return rows_of(parts, 1, self.tp, dim)
+        except MisfitError as error:
+            fit = divisors(*(part.units for part in parts))
+            misfits.setdefault(fit, {})[name] = f"{rule.style}: {error}"
+            return None
+
+    def _size_buffers(self, misfits: Misfits) -> None:
+        """What each rank has of buffers that have rules."""
+        for name, rule in self.complaints.matches.buffers.items():
+            style, (owner, _, leaf) = named(rule.style), name.rpartition(".")
+            if style.bare is None or not style.columns:
+                continue  # whole, or said before
+            held, packed = self.model.get_buffer(name), rule.options.get("packed")
+            rows: Placement | None
+            if isinstance(packed, Mapping) and "sizes" in packed:
+                rows = self._sized_rows(name, rule, held, misfits)
+            else:
+                try:
+                    rows = style.place(held, rule, self.tp)
+                except MisfitError:
+                    continue  # said before
+                if isinstance(rows, Shard):
+                    size = held.shape[rows.dim]
+                    rows = rows_of([Part(leaf, size, size)], 1, self.tp, rows.dim)
+            if isinstance(rows, Rows):
+                self.buffers.setdefault(owner, {})[leaf] = rows
 
     def share_experts(self, path: str, rule: Rule, misfits: Misfits) -> None:
         """What each rank has of stacked experts; those of modules that are alike, once."""

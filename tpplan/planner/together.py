@@ -8,8 +8,8 @@ from tpplan.compiled import Element
 from tpplan.language import Rule
 from tpplan.observe.trace import Call, Op, Trace
 from tpplan.planner.complaints import Complaints
-from tpplan.planner.infer import VIEWS
 from tpplan.planner.match import fold
+from tpplan.planner.views import VIEWS
 from tpplan.styles import named
 
 _SAME = VIEWS | {"alias", "clone", "contiguous"}

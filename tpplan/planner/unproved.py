@@ -67,7 +67,7 @@ class _Cure:
         if stop is Stop.CODE or message.startswith(_ORDER):
             return self._whole("let this code do the same with a part of the columns")
         sizes = self._sizes() if stop else self._columns()
-        return self._packed() or self._bare() or self._unruled() or sizes
+        return self._packed() or self._bare() or self._unruled() or self._uncut() or sizes
 
     def _whole(self, otherwise: str) -> str:
         made = fold(self.made) or "what is sharded there"
@@ -124,6 +124,19 @@ class _Cure:
             return None
         told = "no rule speaks of it" if style is NONE else f"its rule says {style.name}"
         return f"{told}, and it is given columns: make {fold([path])} {COLWISE.name}"
+
+    def _uncut(self) -> str | None:
+        """Parameters and buffers of the module's that the line speaks of, and that are whole."""
+        path, matches = self.failure.path, self.found.matches
+        module = self.found.model.get_submodule(path)
+        line = "" if self.failure.place is None else self.failure.place.text
+        held = {**module._parameters, **module._buffers}
+        names = [f"{path}.{name}" for name in held if re.search(rf"\.{name}\b", line)]
+        rules = {**matches.parameters, **matches.buffers}
+        whole = [n for n in names if n not in rules or not named(rules[n].style).columns]
+        if not whole or self.failure.stop is None:
+            return None
+        return f"{fold(whole)} may have an entry for every column or head: make it {COLWISE.name}"
 
     def _sizes(self) -> str:
         """Numbers of the module's that the line, or else its code, speaks of."""

@@ -31,6 +31,7 @@ def unreached(
     """
     called = {c.path for c in trace.calls} | tied
     sharded = {path for path, rule in rules.items() if named(rule.style).sharded} - called
+    sharded = {path for path in sharded if not runs_as(model.get_submodule(path), nn.Identity)}
     met = {n for op in trace.ops for n in op.inputs}
     read = {name for number, name in trace.parameters.items() if number in met}
     silent: dict[str, list[str]] = {}

@@ -18,7 +18,7 @@ from tpplan.language import Rule
 from tpplan.observe.trace import Call, Op, Trace
 from tpplan.planner.bare import BareRegion
 from tpplan.planner.flow import Flow
-from tpplan.planner.infer import sources
+from tpplan.planner.infer import nearest, sources
 from tpplan.planner.noise import Noise
 from tpplan.planner.notes import Notes
 from tpplan.styles import NONE, named
@@ -63,6 +63,10 @@ class Walk(Notes):
         # row-parallel layers of whose result each rank gets its columns
         self.scattered = {
             path for path, rule in rules.items() if named(rule.style).scatters(rule.options)
+        }
+        # those whose result the region goes on with
+        self.staying = {
+            path for path, rule in rules.items() if named(rule.style).stays(rule.options)
         }
         self.boundaries, self.elements, self.bare = boundaries, elements, bare
         self.partial = frozenset[str]().union(*(region.rows for region in bare.values()))
@@ -143,6 +147,11 @@ class Walk(Notes):
         """What the call gives is a part of a sum, which the block around it has."""
         self.region.update(call.outputs)
         self.whole_in_region.difference_update(call.outputs)
+
+    def goes_on(self, call: Call) -> None:
+        """What the call gives is whole, and a part of its gradient comes back on each rank."""
+        self.region.update(call.outputs)
+        self.whole_in_region.update(call.outputs)
 
     def in_block(self, call: Call) -> bool:
         """Whether a block of experts is around the call, which entered with its batch."""
@@ -350,7 +359,15 @@ class Walk(Notes):
             self.from_stream.update(op.outputs)
         self.note_rows(op, around)
         if whole:
-            self.flow.torn.setdefault(around[0].path, self.maker.get(whole[0], ""))
+            self.flow.torn.setdefault(around[0].path, self.made_by(whole[0], op))
+
+    def made_by(self, number: int, op: Op) -> str:
+        """The module that made a tensor; of what code made, the sum that it came of."""
+        if number in self.maker:
+            return self.maker[number]
+        sums = (c for c in self.trace.calls if self.styles.get(c.path, NONE).sums)
+        ends = {n: call.path for call in sums for n in call.outputs}
+        return next(iter(nearest(self.trace, [number], self.trace.ops.index(op), ends)), "")
 
     def on_stream(self, op: Op, data: list[int], around: list[Call], whole: list[int]) -> None:
         """An op on the stream, outside of any region."""

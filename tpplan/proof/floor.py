@@ -2,7 +2,8 @@
 
 Every sequential sharded block costs one reduction forward and one backward, a vocab-parallel
 embedding one forward, a vocab-parallel head one backward. Blocks whose outputs the model only
-adds up (parallel attention and MLP) are one block.
+adds up (parallel attention and MLP) are one block. A sum that a region goes on with costs one each
+way besides.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mappi
         if (named(m.style).sums and not m.partial) or (m.summed is not None and m.summed.outputs)
     ]
     sums = [m for m in sums if m.path in reference.called]
+    inside = sum(named(m.style).stays(m.options) for m in sums)
     rows = [m for m in sums if not named(m.style).scatters(m.options)]
     scattered = len(sums) - len(rows)
+    rows = [m for m in rows if not named(m.style).stays(m.options)]
     blocks = len({m.together or (m.path,) for m in rows})
     # a tied table that only holds the weight of others looks nothing up
     vocabs = [m for m in modules if named(m.style).vocabulary and m.path in reference.called]
@@ -38,9 +41,11 @@ def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mappi
     if compiled.sequence_parallel:
         forward = {"reduce_scatter": blocks + tables + scattered, "all_gather": blocks + 2 * heads}
         backward = {"reduce_scatter": blocks + heads, "all_gather": blocks + tables + scattered}
+        forward["all_reduce"] = backward["all_reduce"] = inside
     else:
-        forward = {"all_reduce": blocks + tables, "all_gather": heads, "reduce_scatter": scattered}
-        backward = {"all_reduce": blocks + heads, "all_gather": scattered}
+        both = blocks + inside
+        forward = {"all_reduce": both + tables, "all_gather": heads, "reduce_scatter": scattered}
+        backward = {"all_reduce": both + heads, "all_gather": scattered}
     sent = sum(m.dispatched for m in modules if m.path in reference.called)
     if sent:  # there and back, each way; forward their numbers before
         forward["all_to_all"], backward["all_to_all"] = 3 * sent, 2 * sent

@@ -83,6 +83,10 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
         f"inferred: of the {heads} heads of '{name}', along dimension {dim}, each rank has its own"
         for name, (dim, heads) in plan.cut.items()
     ]
+    lines += [
+        f"buffer {name}: each rank computes with {rows.length()} along dimension {rows.dim}"
+        for name, rows in plan.buffers.items()
+    ]
     if plan.draws is not None:
         lines.append(_draws(plan.draws, compiled.sequence_parallel))
     if plan.kernel is not None:

@@ -22,7 +22,7 @@ from tpplan.roles.draws import Draws
 from tpplan.roles.entry import Entry
 from tpplan.roles.experts import Escaping
 from tpplan.roles.fused import ROLES, Around, Swapped, common, partner_of
-from tpplan.roles.heads import HeadInputs, keep_own
+from tpplan.roles.heads import HeadInputs, OwnBuffers, keep_own
 from tpplan.roles.lowered import Lowered, State, lower
 from tpplan.roles.members import summing_site
 from tpplan.roles.narrow import Widened
@@ -184,6 +184,7 @@ def roles_of(
         HeadInputs: plan.head_inputs,
         Entering: plan.boundaries,
         Escaping: plan.escaping,
+        OwnBuffers: plan.buffers,
     }
     if plan.unreached:
         return [Unreached], None

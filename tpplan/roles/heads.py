@@ -93,6 +93,26 @@ def heads_of(x: torch.Tensor, dim: int, heads: int, rank: int, tp: int) -> torch
     return grouped.narrow(dim + 1, rank * heads // tp, each).flatten(dim, dim + 1)
 
 
+class OwnBuffers(Lowered):
+    """Computes with its own part of buffers that hold something for every head or column.
+
+    They stay whole, as they are saved and made anew.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state, table = self._tpplan, self._buffers
+        if state.stream.shared is None and state.alone:
+            return super().forward(*args, **kwargs)
+        rank, cut = state.transition.group.rank, state.plan.buffers
+        whole = {name: self.get_buffer(name) for name in cut}
+        for name, rows in cut.items():
+            table[name] = rows.part(whole[name], rank)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            table.update(whole)
+
+
 def keep_own(
     module: nn.Module, name: str, dim: int, heads: int, rank: int, tp: int
 ) -> Callable[[], None]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tpplan.comm import chunk, join, reduce_out, scatter_out
+from tpplan.comm import chunk, copy_in, join, reduce_out, scatter_out
 from tpplan.roles.lowered import Lowered
 
 
@@ -66,6 +66,20 @@ class RowwiseScattered(Rowwise):
         for whole in bias:
             out = out + whole.narrow(0, first, out.size(-1)).to(out.dtype)
         return out
+
+
+class RowwiseInside(Rowwise):
+    """Y = sum_i X_i A_i + b, whole, for the code of the region: it computes with that and with this
+    rank's columns, so that what each rank sends back of Y is a part of its gradient (Mamba makes
+    its step sizes, B and C so, of all channels and for each of them)."""
+
+    def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
+        weight, *bias = self._locals()
+        transition = self._tpplan.transition
+        out = reduce_out(self._tpplan_project(input, weight), transition)
+        for whole in bias:
+            out = out + whole.to(out.dtype)
+        return copy_in(out, transition)
 
 
 class RowwisePartial(Rowwise):

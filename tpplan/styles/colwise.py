@@ -9,14 +9,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules.conv import _ConvNd
 
 from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
 from tpplan.language.styles import WHOLE
 from tpplan.layout import Rows
 from tpplan.roles import linear
+from tpplan.roles.lowered import LocalParameters
 from tpplan.roles.members import OwnMembers
-from tpplan.roles.norm import WidthNorm
+from tpplan.roles.norm import GatedWidthNorm, WidthNorm
+from tpplan.roles.reads import Lent
 from tpplan.styles.style import (
     Factor,
     Misfits,
@@ -37,6 +40,10 @@ if TYPE_CHECKING:
     from tpplan.planner.walk import Walk
 
 
+_NORMS = ("num_groups", "num_channels")
+_COUNTS = ("groups", "out_channels", "in_channels")
+
+
 class Colwise(Style):
     """A product, whatever works on columns or heads, or a list with a module for each head."""
 
@@ -47,8 +54,12 @@ class Colwise(Style):
 
     def complaint(self, module: nn.Module, tp: int) -> str | None:
         """No weight, or modules of which the ranks cannot run different ones."""
+        if runs_as(module, nn.Identity):
+            return None  # where others of the family have a layer
         if not self.is_list(module):
-            return without_weight(module)
+            own = [p for p in module._parameters.values() if p is not None]
+            # scales of columns, whatever they are called
+            return None if own and all(p.dim() == 1 for p in own) else without_weight(module)
         if len(module) % tp:  # type: ignore[arg-type]
             return f"tp {tp} does not divide its {len(module)} modules"  # type: ignore[arg-type]
         return _unlike(module)  # type: ignore[arg-type]
@@ -85,8 +96,10 @@ class Colwise(Style):
             if rows is not None:
                 sizes.layouts[path] = rows
             return
+        if "packed" in rule.options and module._parameters.get("weight") is not None:
+            sizes.layouts[path] = sizes.geometry.rows_in(path, sizes.tp)
         for leaf, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is None or path in sizes.layouts:
                 continue
             dim = self.placement(leaf, module, False, None).dim  # type: ignore[attr-defined]
             size = int(parameter.shape[dim]) if parameter.dim() else 1
@@ -94,8 +107,9 @@ class Colwise(Style):
                 said = f"{rule.style}: tp {sizes.tp} does not divide the {size} rows of its {leaf}"
                 misfits.setdefault(divisors(size), {})[path] = said
                 return
-        if runs_as(module, nn.GroupNorm):
-            _count_groups(sizes, path, rule, misfits)
+        counts = _COUNTS if isinstance(module, _ConvNd) else _NORMS
+        if isinstance(module, _ConvNd) or runs_as(module, nn.GroupNorm):
+            _count_groups(sizes, path, rule, misfits, *counts)
 
     def enter(self, walk: Walk, call: Call, given: int | None) -> None:
         """A product makes columns of what is whole; everything else works on columns."""
@@ -114,9 +128,11 @@ class Colwise(Style):
         if plan.projection:
             return ([] if fused is None else [fused]) + [linear.Colwise], None
         if plan.norm is not None:
-            return [WidthNorm], None
+            return [WidthNorm if plan.norm.gated is None else GatedWidthNorm], None
         if self.is_list(module):
             return [OwnMembers], None
+        if isinstance(module, _ConvNd):  # code that goes on with a cache reads its weight
+            return [Lent, LocalParameters], None
         return super().roles(plan, module, fused)
 
     def reasons(self, plan: ModulePlan) -> tuple[str, str]:
@@ -138,18 +154,20 @@ def _unlike(members: nn.ModuleList) -> str | None:
     return None
 
 
-def _count_groups(sizes: Sizes, path: str, rule: Rule, misfits: Misfits) -> None:
-    """torch's norm over groups of channels counts them: each rank has its own."""
-    module = sizes.model.get_submodule(path)
-    groups, channels = int(module.num_groups), int(module.num_channels)  # type: ignore[arg-type]
-    if groups % sizes.tp:
+def _count_groups(
+    sizes: Sizes, path: str, rule: Rule, misfits: Misfits, counted: str, *channels: str
+) -> None:
+    """torch's norms and convolutions of groups of channels count them: each rank has its own."""
+    module, rows = sizes.model.get_submodule(path), sizes.layouts.get(path)
+    groups = int(getattr(module, counted))
+    if groups % sizes.tp and rows is None:
         said = f"{rule.style}: tp {sizes.tp} does not divide its {groups} groups"
         misfits.setdefault(divisors(groups), {})[path] = said
         return
-    sizes.attributes[path] = {
-        "num_groups": (groups, groups // sizes.tp),
-        "num_channels": (channels, channels // sizes.tp),
-    }
+    whole = {name: int(getattr(module, name)) for name in (counted, *channels)}
+    # of parts that ranks share each has more than its even share
+    own = groups // sizes.tp if rows is None else rows.length() * groups // whole[channels[0]]
+    sizes.attributes[path] = {name: (n, n * own // groups) for name, n in whole.items()}
 
 
 COLWISE = Colwise()

@@ -15,7 +15,12 @@ from tpplan.language import Rule
 from tpplan.language.styles import WHOLE
 from tpplan.layout import MisfitError, Rows
 from tpplan.roles import linear
-from tpplan.roles.linear import RowwisePartial, RowwiseScattered, RowwiseTogether
+from tpplan.roles.linear import (
+    RowwiseInside,
+    RowwisePartial,
+    RowwiseScattered,
+    RowwiseTogether,
+)
 from tpplan.styles.style import (
     Factor,
     Misfits,
@@ -54,11 +59,15 @@ class Rowwise(Style):
         """As the plan says."""
         return options.get("output") == "shard"
 
+    def stays(self, options: Mapping[str, object]) -> bool:
+        """As the plan says."""
+        return options.get("output") == "inside"
+
     def low_rank(self, options: Mapping[str, object]) -> tuple[Factor, Factor] | None:
         """A sums over the ranks, and B goes on with the sum."""
         if self.scatters(options):
             return None
-        return (self.name, kept(options, "packed")), (WHOLE, {})
+        return (self.name, {**kept(options, "packed"), **kept(options, "output")}), (WHOLE, {})
 
     def placement(
         self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None
@@ -105,7 +114,8 @@ class Rowwise(Style):
             return
         if not walk.is_sharded(given):
             walk.flow.unsharded.append(call.path)
-        walk.check_rows(call, given)
+        if call.path not in walk.staying:
+            walk.check_rows(call, given)
 
     def leave(self, walk: Walk, call: Call) -> None:
         """The stream, or columns of it."""
@@ -113,6 +123,8 @@ class Rowwise(Style):
             walk.gives_parts(call)
         elif call.path in walk.scattered:
             walk.gives_columns(call)
+        elif call.path in walk.staying:
+            walk.goes_on(call)
         else:
             walk.gives_sum(call, call.outputs)
 
@@ -122,6 +134,8 @@ class Rowwise(Style):
             return [RowwisePartial], None
         if self.scatters(plan.options):
             return [RowwiseScattered], None
+        if self.stays(plan.options):
+            return [RowwiseInside], None
         return [RowwiseTogether if plan.together else linear.Rowwise], None
 
     def reasons(self, plan: ModulePlan) -> tuple[str, str]:

@@ -85,6 +85,10 @@ class Style:
         """Whether of a sum each rank gets its columns."""
         return False
 
+    def stays(self, options: Mapping[str, object]) -> bool:
+        """Whether a sum is for the code of the region that it is made in, which goes on."""
+        return False
+
     def low_rank(self, options: Mapping[str, object]) -> tuple[Factor, Factor] | None:
         """What becomes of A and B where x A B is added to what such a module makes of x."""
         return None
