@@ -54,9 +54,8 @@ def parallelize(
     Args:
         model: real, or on the meta device (then ``to_empty`` and load).
         plan: a ``Plan``, a path, a shipped plan's name, "auto", or a mapping.
-        mesh: the dimensions named "tp" and "ep" are used, or the only one, for tp. Ranks of ep
-            have batches of their own, and share the experts of a mixture; see docs/guide.md.
-            None: the whole world under torchrun; tp 1 in a single process.
+        mesh: its dimensions "tp" and "ep" (see docs/guide.md), or the only one, for tp. None: the
+            whole world under torchrun; tp 1 in a single process.
         sequence_parallel, kernels: override the plan's.
         inputs: a call the model accepts (a mapping of keyword arguments, a tuple, or a tensor),
             where token ids of shape (batch, sequence) are not one; or a list of calls, which
