@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import tpplan
+from benchmarks import zoo
 from tests.models import hf
 from tpplan import Advice
 from tpplan.cost.hardware import load_hardware
@@ -61,3 +62,18 @@ def test_what_fits_nowhere_is_said_and_heads_that_do_not_divide() -> None:
 def test_batches_that_cannot_be_shared_out() -> None:
     advice = tpplan.advise(hf(device="meta"), "llama.yaml", 2, 3, 16)
     assert {c.dp for c in advice.choices} <= {1}
+
+
+def test_ways_to_share_experts() -> None:
+    """Two GPUs a node: ranks of ep share experts within it, and as many as can."""
+    tight = replace(PAIRS, memory=2e6)
+    model = zoo.tiny("mixtral").to("meta")
+    advice = tpplan.advise(model, "auto", 8, 8, 16, hardware=tight)
+    of_two = {(c.shard, c.ep) for c in advice.choices if c.tp == 2}
+    assert of_two == {("inner", 1), ("experts", 1), ("inner", 4)}
+    assert {c.ep for c in advice.choices if c.tp == 1} == {1, 2, 4}
+    assert all(c.dp % c.ep == 0 for c in advice.choices)
+    # what ranks of ep hold of experts is not held by the others
+    least = {n: min(c.bytes for c in advice.choices if c.tp == 1 and c.ep == n) for n in (1, 4)}
+    assert least[4] <= least[1]
+    assert "experts: inner" in str(advice)

@@ -12,7 +12,6 @@ from tpplan.compat import FakeTensorMode, NeedsValuesError
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.experts import OfSizes
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.gated import gated_norms
 from tpplan.observe.probe import probe_modules
@@ -24,7 +23,7 @@ from tpplan.planner import checks, infer, stacks
 from tpplan.planner.bare import BareRegion, bare_regions
 from tpplan.planner.causes import Causes, led
 from tpplan.planner.complaints import Complaints
-from tpplan.planner.experts import blocks, escapes
+from tpplan.planner.experts import blocks, escapes, hide
 from tpplan.planner.kernels import implementations
 from tpplan.planner.match import match
 from tpplan.planner.outcome import Outcome
@@ -218,13 +217,13 @@ class _Compiler(Outcome):
         with no_fakes_kept():
             try:
                 shadow = shadow_of(self.model, mode)
-                self.hide_experts(shadow)
+                hide(shadow, self.of("stacked"))
                 drawing = self.trace_both(shadow, mode, calls)
             except NeedsValuesError as error:
                 computing = computing_shadow_of(self.model)
                 if computing is None:
                     raise self.cannot_run(error) from error
-                self.hide_experts(computing)
+                hide(computing, self.of("stacked"))
                 drawing = self.trace_both(computing, Numbers(), calls)
         tied = {
             name.rpartition(".")[0]
@@ -237,14 +236,6 @@ class _Compiler(Outcome):
         self.unreached = unreached(self.model, self.trace, rules, self.cut, held)
         self.sizes.orient(self.trace)
         return drawing
-
-    def hide_experts(self, shadow: nn.Module) -> None:
-        """Make one op of the experts of a mixture, which rows go to which hangs on numbers."""
-        for path in self.of("stacked"):
-            module = shadow.get_submodule(path)
-            if all(p.dim() < 3 for p in module.parameters(recurse=False)):
-                continue  # said before
-            module.forward = OfSizes(module)  # type: ignore[method-assign]
 
     def check_sizes(self, inputs: Any) -> None:
         """What tp does not fit either, where something else is wrong already."""

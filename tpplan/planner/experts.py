@@ -8,14 +8,19 @@ with parts; the replay of the regions runs it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from tpplan.compiled import Summed
+from torch import nn
+
+from tpplan.compiled import CompiledPlan, Summed
+from tpplan.language import FrozenMap, Plan, Rule
+from tpplan.observe.experts import OfSizes
 from tpplan.observe.trace import Call, Trace
 from tpplan.places import Place
 from tpplan.planner.bare import BareRegion
-from tpplan.styles import NONE, Style
+from tpplan.styles import NONE, Style, named
 
 
 def blocks(trace: Trace, styles: Mapping[str, Style]) -> dict[str, BareRegion]:
@@ -112,3 +117,40 @@ def _region(trace: Trace, block: Call, styles: Mapping[str, Style]) -> BareRegio
     if not outputs or not entering:
         return None
     return BareRegion(entering, Summed(outputs, ()), False, frozenset(parts), True, frozenset(rows))
+
+
+def ways(plan: Plan) -> dict[str, Plan]:
+    """The plan with each way in which ranks may share experts, by its word; none where there are
+    no experts."""
+
+    def changed(rule: Rule, way: str) -> Rule:
+        options = named(rule.style).ways().get(way)
+        return rule if options is None else replace(rule, options=_with(rule, options))
+
+    words = dict.fromkeys(way for rule in plan.rules for way in named(rule.style).ways())
+    return {w: replace(plan, rules=tuple(changed(rule, w) for rule in plan.rules)) for w in words}
+
+
+def _with(rule: Rule, options: Mapping[str, object]) -> Mapping[str, object]:
+    return FrozenMap({**rule.options, **options})
+
+
+def stacked_in(compiled: CompiledPlan) -> list[str]:
+    """The modules that hold stacked experts."""
+    return [path for path, plan in compiled.modules.items() if named(plan.style).stacked]
+
+
+def hide(shadow: nn.Module, paths: Iterable[str]) -> None:
+    """Make one op of stacked experts: which rows go to which hangs on numbers, of which a shadow
+    has none."""
+    for path in paths:
+        module = shadow.get_submodule(path)
+        if any(p.dim() >= 3 for p in module.parameters(recurse=False)):  # else it is refused
+            module.forward = OfSizes(module)  # type: ignore[method-assign]
+
+
+def experts_in(compiled: CompiledPlan) -> int:
+    """What divides the number of experts in every block; 0 where there are none."""
+    held = {path: compiled.modules[path].parameters for path in stacked_in(compiled)}
+    shapes = [compiled.parameter(f"{p}.{leaf}").shape for p, own in held.items() for leaf in own]
+    return math.gcd(*(shape[0] for shape in shapes if len(shape) == 3))

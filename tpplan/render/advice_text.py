@@ -32,24 +32,30 @@ def layout(advice: Survey) -> Group:
 
 def _table(advice: Survey) -> Table:
     table = titled("The best choice for each size of the tensor-parallel group")
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in ("mode", "layers", "fits") else "right")
+    columns = dict(_COLUMNS)
+    if not any(choice.shard or choice.ep > 1 for choice in advice.choices):
+        del columns["ep"], columns["shard"]
+    for name in columns:
+        table.add_column(name, justify="left" if name in _WORDS else "right")
     table.add_column("", overflow="fold")
     for found in advice.sizes:
         best = found.best
         if best is None:
             table.add_row(str(found.tp))
         else:
-            cells = (cell(best) for cell in _COLUMNS.values())
+            cells = (cell(best) for cell in columns.values())
             table.add_row(*cells, "◀" if best == advice.best else "")
     return table
 
 
+_WORDS = ("mode", "shard", "layers", "fits")
 _COLUMNS: Mapping[str, Callable[[Choice], str]] = {
     "tp": lambda c: str(c.tp),
     "mode": lambda c: "TP+SP" if c.sequence_parallel else "TP" if c.tp > 1 else "whole",
     "pp": lambda c: str(c.pp),
     "dp": lambda c: str(c.dp),
+    "ep": lambda c: str(c.ep),
+    "shard": lambda c: c.shard,
     "layers": lambda c: "recomputed" if c.checkpointing else "kept",
     "per GPU": lambda c: size(c.bytes),
     "fits": lambda c: "yes" if c.fits else "no",
@@ -90,4 +96,6 @@ def _reasons(found: Size, best: Choice | None) -> list[str]:
 def _named(choice: Choice) -> str:
     mode = " with sequence parallelism" if choice.sequence_parallel else ""
     again = ", layers recomputed" if choice.checkpointing else ""
-    return f"tp {choice.tp}{mode}, pp {choice.pp}, dp {choice.dp}{again}"
+    ep = f", ep {choice.ep}" if choice.ep > 1 else ""
+    shared = f", shard: {choice.shard}" if choice.shard else ""
+    return f"tp {choice.tp}{mode}{shared}, pp {choice.pp}, dp {choice.dp}{ep}{again}"

@@ -24,6 +24,7 @@ from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.shadow import Call, shadow_of
 from tpplan.observe.trace import fake_inputs
+from tpplan.planner.experts import hide, stacked_in
 from tpplan.rewrite import apply
 from tpplan.simulate.optimizers import take_step
 from tpplan.simulate.steps import Step
@@ -81,6 +82,8 @@ def execute(
         mesh = stack.enter_context(world) if compiled.tp * compiled.ep > 1 else None
         stack.enter_context(mode)
         apply(shadow, compiled, mesh, src_data_rank=None)
+        if mesh is None:
+            hide(shadow, stacked_in(compiled))
         if training.checkpointing:
             _checkpoint(shadow, compiled)
             if "use_cache" in inspect.signature(shadow.forward).parameters:

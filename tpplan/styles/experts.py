@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -29,6 +30,14 @@ class Experts(Style):
             return None
         return f"{type(module).__name__} holds no parameter (experts, rows, columns)"
 
+    def keeps_whole(self, options: Mapping[str, object]) -> bool:
+        """As the plan says."""
+        return options.get("shard") == "experts"
+
+    def ways(self) -> Mapping[str, Mapping[str, object]]:
+        """Columns of all of them, or some of them."""
+        return {word: {"shard": word} for word in ("inner", "experts")}
+
     def lay_out(self, sizes: Sizes, path: str, rule: Rule, misfits: Misfits) -> None:
         """By what the module computes."""
         sizes.share_experts(path, rule, misfits)
@@ -41,7 +50,7 @@ class Experts(Style):
         """Its own forward, on a part of each expert, or for the experts of a rank."""
         if plan.dispatched:
             return [dispatch.Dispatched], None
-        whole = plan.options.get("shard") == "experts"
+        whole = self.keeps_whole(plan.options)
         return [experts.WholeExperts if whole else experts.Experts], None
 
     def reasons(self, plan: ModulePlan) -> tuple[str, str]:

@@ -85,6 +85,14 @@ class Style:
         """Whether of a sum each rank gets its columns."""
         return False
 
+    def keeps_whole(self, options: Mapping[str, object]) -> bool:
+        """Whether of stacked experts each rank has whole ones."""
+        return False
+
+    def ways(self) -> Mapping[str, Mapping[str, object]]:
+        """Options between which only the cost decides, each by a word for it."""
+        return {}
+
     def stays(self, options: Mapping[str, object]) -> bool:
         """Whether a sum is for the code of the region that it is made in, which goes on."""
         return False
