@@ -19,14 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 def _experts(
     x: Tensor, others: Sequence[Tensor], parameters: Sequence[Tensor], slots: int, among: int
 ) -> tuple[Tensor, Tensor]:
-    # a result of no meaning, for code that runs on
+    # a result of no meaning, for code that runs on, with numbers or without
     return torch.zeros_like(x), x.new_zeros(_kept(x, parameters, slots, among))
-
-
-def _fake(
-    x: Tensor, others: Sequence[Tensor], parameters: Sequence[Tensor], slots: int, among: int
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(_kept(x, parameters, slots, among))
 
 
 def _kept(x: Tensor, parameters: Sequence[Tensor], slots: int, among: int) -> int:
@@ -48,24 +42,12 @@ def _experts_backward(
     return [torch.zeros_like(t) for t in (x, *others, *parameters) if t.is_floating_point()]
 
 
-def _fake_backward(
-    grad: Tensor,
-    kept: Tensor,
-    x: Tensor,
-    others: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    slots: int,
-    among: int,
-) -> list[Tensor]:
-    return [torch.empty_like(t) for t in (x, *others, *parameters) if t.is_floating_point()]
-
-
 _op: Any = torch.library.custom_op("tpplan::experts", _experts, mutates_args=())
-_op.register_fake(_fake)
+_op.register_fake(_experts)
 _backward_op: Any = torch.library.custom_op(
     "tpplan::experts_backward", _experts_backward, mutates_args=()
 )
-_backward_op.register_fake(_fake_backward)
+_backward_op.register_fake(_experts_backward)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:

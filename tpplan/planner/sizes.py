@@ -198,7 +198,7 @@ class Sizes:
         key = identity(module, path, {path: rule}), str(call.given)
         try:
             if key not in self._shared:
-                whole = rule.options.get("shard") == rule.style
+                whole = named(rule.style).keeps_whole(rule.options)
                 shared = Sharing(module, call, self.trace, self.tp, self.ep)
                 self._shared[key] = shared.found(whole)
         except NotStackedError as error:
