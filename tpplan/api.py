@@ -67,9 +67,8 @@ def parallelize(
 
     Raises:
         PlanError: with every problem of the plan, the model and their fit.
-        ValueError: where the model was parallelized before, or the mesh has neither dimension, or
-            tp before ep; on all ranks, where one fails or they were not called alike, with what
-            differs.
+        ValueError: where the model was parallelized before, or the mesh has no such dimension, or
+            tp before ep; on all ranks, where one fails or they were not called alike.
     """
     if plan_of(model) is not None:
         raise ValueError(
