@@ -19,11 +19,13 @@ from tests.mixers import (
     WIDTH,
     ByChannels,
     ByHeads,
+    Fusing,
     Gated,
     Layer,
     Reading,
 )
 from tests.planner.helpers import Stack, stream
+from tpplan.compiled import CompiledPlan
 
 Rules = Mapping[str, Any]
 
@@ -38,6 +40,11 @@ def verified(
     plan = tpplan.load_plan({"tpplan": 1, "rules": dict(rules)})
     inputs = stream(13, torch.float32)
     return tpplan.verify(model_of(mixer), plan, tp, sequence_parallel=sp, inputs=inputs)
+
+
+def checked(mixer: Callable[[], nn.Module], rules: Rules) -> CompiledPlan:
+    plan = tpplan.load_plan({"tpplan": 1, "rules": dict(rules)})
+    return tpplan.check(model_of(mixer), plan, 2, False, inputs=stream(13, torch.float32))
 
 
 def refusal(mixer: Callable[[], nn.Module], rules: Rules, sp: bool = False) -> str:
@@ -157,6 +164,31 @@ def test_wrong(name: str) -> None:
     assert said in text.replace("layers.0.", "layers.*."), text
 
 
+EVALUATING = {
+    **CHANNELS,
+    "layers.*.mixer": {"style": "attention", "gather": ["x"], "eval": True},
+}
+
+
+def test_code_for_training_that_knows_of_one_rank() -> None:
+    assert verified(Fusing, EVALUATING, 2, True).gradient_error <= 1e-5
+    assert checked(Fusing, EVALUATING).modules["layers.0.mixer"].draws is None
+    with pytest.raises(tpplan.PlanError, match="mixed torch"):
+        checked(Fusing, CHANNELS)
+
+
+class Drawing(Fusing):
+    """Draws in training."""
+
+    def blurred(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().blurred(x), 0.1, self.training)
+
+
+def test_what_draws_is_left_alone() -> None:
+    with pytest.raises(tpplan.PlanError, match="mixed torch"):
+        checked(Drawing, EVALUATING)
+
+
 class Counting(ByHeads):
     """Writes to its buffer."""
 
@@ -177,9 +209,7 @@ def test_heads_that_tp_does_not_divide() -> None:
 def test_buffers_stay_whole() -> None:
     model = model_of(ByHeads)
     names = {name: b.shape for name, b in model.named_buffers()}
-    plan = tpplan.load_plan({"tpplan": 1, "rules": dict(BY_HEADS)})
-    compiled = tpplan.check(model, plan, 2, inputs=stream(13, torch.float32))
-    (rows,) = compiled.modules["layers.0.mixer"].buffers.values()
+    (rows,) = checked(ByHeads, BY_HEADS).modules["layers.0.mixer"].buffers.values()
     assert rows.length() == names["layers.0.mixer.gain"][0] // 2
 
 

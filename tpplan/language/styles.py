@@ -110,6 +110,7 @@ STYLES: dict[str, Words] = {
             "attributes": Option(Kind.EXPRESSIONS, "attributes that hold a rank's own values"),
             "head_inputs": Option(Kind.DIMENSIONS, "arguments sliced by head, and along what"),
             "gather": Option(Kind.NAMES, "arguments gathered along the sequence here"),
+            "eval": Option(Kind.FLAG, "the module's own code runs as in evaluation"),
         },
     ),
 }

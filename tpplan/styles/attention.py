@@ -12,6 +12,7 @@ from tpplan.compiled import ModulePlan
 from tpplan.language import FrozenMap, Rule
 from tpplan.layout import Part, Rows, rows_of
 from tpplan.roles.attention import MultiheadAttention
+from tpplan.roles.evaluating import AsInEvaluation
 from tpplan.styles.rowwise import ROWWISE
 from tpplan.styles.style import Misfits, Roles, Style, divisors, runs_as
 
@@ -80,7 +81,10 @@ class Attention(Style):
         """Torch's own is computed anew from the rank's heads."""
         if plan.multihead:
             return [MultiheadAttention], None
-        return super().roles(plan, module, fused)
+        roles, inner = super().roles(plan, module, fused)
+        if plan.options.get("eval") and plan.draws is None:
+            roles = [AsInEvaluation, *roles]
+        return roles, inner
 
     def reasons(self, plan: ModulePlan) -> tuple[str, str]:
         """Those of its output projection."""
