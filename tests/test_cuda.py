@@ -155,8 +155,8 @@ def test_summed_gradients() -> None:
     with cuda_mesh(2) as mesh, fakes():
         ones = [DTensor.from_local(torch.empty(n, device=HERE), mesh) for n in (3, 4, 5)]
         context = Context()
-        # summed, trained, and of modules that only some of the ranks run
-        known = (True, True, False), (True,) * 3, (False, True, True)
+        # summed, trained, of modules that only some of the ranks run, and the mean over ranks of ep
+        known = (True, True, False), (True,) * 3, (False, True, True), (1, 2, 1)
         locals_ = gradients._Localize.forward(context, known, Group.of(mesh), SITE, *ones)
         grads = gradients._Localize.backward(context, locals_[0], None, locals_[2])[3:]
         assert devices(locals_, [g.to_local() for g in grads]) == {HERE}

@@ -34,12 +34,14 @@ def losses(said: str) -> list[float]:
     return [float(x) for x in re.findall(r"loss ([\d.]+)", said)]
 
 
+@pytest.mark.slow
 def test_pipeline() -> None:
     met = losses(run(4, "pipeline.py", "--steps", "8"))
     assert len(met) == 8
     assert met[-1] < met[0] - 1
 
 
+@pytest.mark.slow
 def test_training_and_generation(tmp_path: Path) -> None:
     """Trained by four ranks, on by two, which then generate."""
     folder = ["--folder", str(tmp_path)]

@@ -64,13 +64,14 @@ def test_batches_that_cannot_be_shared_out() -> None:
     assert {c.dp for c in advice.choices} <= {1}
 
 
+@pytest.mark.slow
 def test_ways_to_share_experts() -> None:
     """Two GPUs a node: ranks of ep share experts within it, and as many as can."""
     tight = replace(PAIRS, memory=2e6)
     model = zoo.tiny("mixtral").to("meta")
-    advice = tpplan.advise(model, "auto", 8, 8, 16, hardware=tight)
+    advice = tpplan.advise(model, "auto", 4, 4, 16, hardware=tight)
     of_two = {(c.shard, c.ep) for c in advice.choices if c.tp == 2}
-    assert of_two == {("inner", 1), ("experts", 1), ("inner", 4)}
+    assert of_two == {("inner", 1), ("experts", 1), ("inner", 2)}
     assert {c.ep for c in advice.choices if c.tp == 1} == {1, 2, 4}
     assert all(c.dp % c.ep == 0 for c in advice.choices)
     # what ranks of ep hold of experts is not held by the others

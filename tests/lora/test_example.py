@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_it_runs() -> None:
     # at a free port of this machine, whatever its name resolves to
     where = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]

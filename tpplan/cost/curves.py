@@ -29,10 +29,11 @@ def with_companions(
     refused: dict[str, str] = {}
 
     def run(name: str, changed: Setting) -> None:
+        how = (report.batch, report.seq, report.training)
+        # of other tps the page has curves alone, of memory as it was asked for
+        both = changed.tp in (1, report.compiled.tp)
         try:
-            made = dry_run(
-                model, changed, report.batch, report.seq, report.training, hardware=report.hardware
-            )
+            made = dry_run(model, changed, *how, hardware=report.hardware, both=both)
         except PlanError as error:
             refused[name] = error.diagnostics[0].message
         else:

@@ -62,6 +62,7 @@ def dry_run(
     training: Training,
     fold: bool = True,
     hardware: HardwareSource = DEFAULT,
+    both: bool = True,
 ) -> DryRun:
     """What ``setting`` does to ``model``: one training step on its ranks, executed abstractly.
 
@@ -72,6 +73,7 @@ def dry_run(
         batch, seq: the shape of the token ids, where the setting has no inputs.
         fold: whether of equal layers only some are executed.
         hardware: what it is timed on.
+        both: whether it is executed with activation checkpointing and without.
 
     Raises:
         PlanError: as ``parallelize`` does, and where there is no such hardware.
@@ -79,7 +81,7 @@ def dry_run(
     timed_on = load_hardware(hardware)
     call = call_for(model, setting.inputs, batch, seq)
     folds = find_folds(model, match(setting.plan, model)[0]) if fold else ()
-    found = _folded(model, setting, call, training, folds) if folds else None
+    found = _folded(model, setting, call, training, folds, both) if folds else None
     executed = FrozenMap({f.stack: (f.kept, f.length) for f in folds} if found else None)
     if found is None:
         compiled = setting.compile(model)
@@ -88,7 +90,7 @@ def dry_run(
         def whole(training: Training) -> Execution:
             return execute(model, compiled, call, training, stacks)
 
-        found = compiled, whole(training), _other(whole, training)
+        found = compiled, whole(training), _other(whole, training) if both else None
     compiled, run, other = found
     name, buffers = type(model).__name__, sum(b.nbytes for b in model.buffers())
     return DryRun(name, compiled, batch, seq, buffers, training, run, other, executed, timed_on)
@@ -102,7 +104,12 @@ def _stacks(compiled: CompiledPlan) -> tuple[str, ...]:
 
 
 def _folded(
-    model: nn.Module, setting: Setting, call: Call, training: Training, folds: tuple[Fold, ...]
+    model: nn.Module,
+    setting: Setting,
+    call: Call,
+    training: Training,
+    folds: tuple[Fold, ...],
+    both: bool,
 ) -> tuple[CompiledPlan, Execution, Execution | None] | None:
     """As executed on short models; None where those do not tell about the long one."""
     stacks = tuple(fold.stack for fold in folds)
@@ -138,7 +145,7 @@ def _folded(
         except NotRepeatingError:  # recomputation may run in another order
             return execute(model, plan, call, training, stacks)
 
-    return plan, found, _other(either, training)
+    return plan, found, _other(either, training) if both else None
 
 
 def _other(run: Callable[[Training], Execution], training: Training) -> Execution | None:

@@ -53,6 +53,8 @@ def as_rank(
     for path, plan in plans.items():
         for name, (_, local) in plan.attributes.items():
             before.append(assign(model.get_submodule(path), name, local))
+        if not plan.cut and not plan.buffers:
+            continue  # of a list that was shortened it may not be there
         module = model.get_submodule(path)
         for name, (dim, heads) in plan.cut.items():
             before.append(keep_own(module, name, dim, heads, rank, tp))

@@ -30,6 +30,7 @@ from tpplan.styles.style import (
     equal_parts,
     is_matrix,
     kept,
+    made_weight,
     runs_as,
     without_weight,
 )
@@ -58,8 +59,9 @@ class Colwise(Style):
             return None  # where others of the family have a layer
         if not self.is_list(module):
             own = [p for p in module._parameters.values() if p is not None]
-            # scales of columns, whatever they are called
-            return None if own and all(p.dim() == 1 for p in own) else without_weight(module)
+            # scales of columns, whatever they are called; a bias is none, where the weight is made
+            scales = own and all(p.dim() == 1 for p in own) and not made_weight(module)
+            return None if scales else without_weight(module)
         if len(module) % tp:  # type: ignore[arg-type]
             return f"tp {tp} does not divide its {len(module)} modules"  # type: ignore[arg-type]
         return _unlike(module)  # type: ignore[arg-type]
