@@ -18,8 +18,8 @@ from tests.compare import Errors, Findings, beyond, error, same
 from tests.ranks import Ranks
 from tests.render.test_json import VALIDATOR
 from tests.rewrite.ep import average, batch, errors_of, gradients, mean_of, objective
-from tests.rewrite.test_mixtures import pair as built
-from tests.rewrite.test_mixtures import plan_of
+from tests.rewrite.pairs import pair as built
+from tests.rewrite.pairs import plan_of
 from tpplan.simulate import Recorder
 
 # gated experts, biases in turns, shared experts, latent attention

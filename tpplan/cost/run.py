@@ -70,8 +70,7 @@ class DryRun:
 
         As much as ``bytes_sent`` where nothing hangs on what tokens choose.
         """
-        found = (c for c in self.collectives if c.phase == phase)
-        return sum(c.bytes if c.worst_bytes is None else c.worst_bytes for c in found)
+        return sum(c.at_worst for c in self.collectives if c.phase == phase)
 
     @cached_property
     def memory(self) -> Memory:

@@ -77,11 +77,10 @@ class _Probe:
             for x, gate in itertools.permutations(self.given):
                 norm = self._normalising(x, gate)
                 if norm is not None:
-                    ranks = self.tp % norm[0].groups == 0
-                    fits = norm[0].groups % self.tp == 0 or ranks
+                    form, eps, offset = norm
+                    fits = form.groups % self.tp == 0 or self.tp % form.groups == 0
                     if not fits or self._serves():
                         return None
-                    form, eps, offset = norm
                     takes = self.call.arguments[x][0], self.call.arguments[gate][0]
                     return WidthNorm(self.width, eps, offset, form, takes)
         except Exception:  # code that minds its dtype, or the sizes

@@ -119,8 +119,7 @@ def _check_tensors(
     misfits: dict[tuple[str, str], list[str]] = {}
     for name, (tensor, rule) in held.items():
         style = named(rule.style)
-        if style.bare is None:
-            continue  # said before
+        assert style.bare is not None
         for option in sorted(rule.options.keys() - style.bare):
             message = f"{rule.style}: '{option}' says nothing of a bare parameter"
             misfits.setdefault((message, "leave it out"), []).append(name)

@@ -125,14 +125,11 @@ def ways(plan: Plan) -> dict[str, Plan]:
 
     def changed(rule: Rule, way: str) -> Rule:
         options = named(rule.style).ways().get(way)
-        return rule if options is None else replace(rule, options=_with(rule, options))
+        changes = FrozenMap({**rule.options, **(options or {})})
+        return rule if options is None else replace(rule, options=changes)
 
     words = dict.fromkeys(way for rule in plan.rules for way in named(rule.style).ways())
     return {w: replace(plan, rules=tuple(changed(rule, w) for rule in plan.rules)) for w in words}
-
-
-def _with(rule: Rule, options: Mapping[str, object]) -> Mapping[str, object]:
-    return FrozenMap({**rule.options, **options})
 
 
 def stacked_in(compiled: CompiledPlan) -> list[str]:

@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Set
 
 from tpplan.compiled import Boundary, Element
-from tpplan.language import Pattern
+from tpplan.language import Pattern, Rule
 from tpplan.observe.trace import Call, Trace, stream_input
 from tpplan.places import Argument, Place
 from tpplan.planner.bare import BareRegion
-from tpplan.styles import NONE, Style
+from tpplan.styles import NONE, Style, named
+
+
+def staying(rules: Mapping[str, Rule]) -> frozenset[str]:
+    """Row-parallel layers whose sum is for the code of the region that they are in."""
+    return frozenset(path for path, rule in rules.items() if named(rule.style).stays(rule.options))
 
 
 def carrying(trace: Trace, path: str) -> Argument | None:
@@ -34,7 +39,7 @@ def find_boundaries(
     gathers: Mapping[str, frozenset[str]],
     bare: Mapping[str, BareRegion],
     adapted: Mapping[str, str],
-    staying: Set[str],
+    inside: Set[str],
 ) -> dict[str, tuple[Boundary, ...]]:
     """Where each input of a column-parallel layer enters: module path -> boundaries.
 
@@ -50,12 +55,12 @@ def find_boundaries(
         bare: the modules that compute with cut parameters of their own.
         adapted: what a layer with a low-rank adapter is made of -> the path of that layer, whose
             adapter takes the same input.
-        staying: row-parallel layers whose sum is for the region: what is made of that has entered.
+        inside: see ``staying``: what is made of their sum has entered.
     """
     of_columns = {layer for path, layer in adapted.items() if path in columns}
     entries = _Entries(trace, columns, multihead, heads, gathers, of_columns)
     for call in trace.calls:
-        if call.path in staying and call.parent is not None:
+        if call.path in inside and call.parent is not None:
             # what is made of columns besides is refused where a layer is given it
             entries.inside.update(call.outputs)
             for op in trace.ops[call.last_op : trace.calls[call.parent].last_op]:

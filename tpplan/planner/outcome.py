@@ -159,9 +159,8 @@ class Outcome:
 
     @functools.cached_property
     def staying(self) -> frozenset[str]:
-        """Row-parallel layers whose sum is for the region that they are in."""
-        rules = self.matches.modules.items()
-        return frozenset(path for path, rule in rules if named(rule.style).stays(rule.options))
+        """See ``infer.staying``."""
+        return infer.staying(self.matches.modules)
 
     def of(self, trait: str) -> set[str]:
         """The modules of whose style something is true."""

@@ -18,7 +18,7 @@ from tpplan.language import Rule
 from tpplan.observe.trace import Call, Op, Trace
 from tpplan.planner.bare import BareRegion
 from tpplan.planner.flow import Flow
-from tpplan.planner.infer import nearest, sources
+from tpplan.planner.infer import nearest, sources, staying
 from tpplan.planner.noise import Noise
 from tpplan.planner.notes import Notes
 from tpplan.styles import NONE, named
@@ -64,10 +64,7 @@ class Walk(Notes):
         self.scattered = {
             path for path, rule in rules.items() if named(rule.style).scatters(rule.options)
         }
-        # those whose result the region goes on with
-        self.staying = {
-            path for path, rule in rules.items() if named(rule.style).stays(rule.options)
-        }
+        self.staying = staying(rules)
         self.boundaries, self.elements, self.bare = boundaries, elements, bare
         self.partial = frozenset[str]().union(*(region.rows for region in bare.values()))
         self.local, self.dim, self.cut, self.dropouts = local, dim, cut, dropouts

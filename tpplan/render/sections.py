@@ -58,18 +58,14 @@ def _phase(report: DryRun, phase: str) -> Html:
         numeric("count", lambda c: groups[c]),
         Column("shape", lambda c: f"{times(c.shape)} {c.dtype}"),
         numeric("each", routed_size),
-        numeric("total", lambda c: expected(groups[c] * c.bytes, groups[c] * _worst(c))),
+        numeric("total", lambda c: expected(groups[c] * c.bytes, groups[c] * c.at_worst)),
         Column("for", lambda c: c.reason),
         Column("rule", lambda c: c.rule or "", code=True),
     )
     total = sum(count * c.bytes for c, count in groups.items())
-    worst = sum(count * _worst(c) for c, count in groups.items())
+    worst = sum(count * c.at_worst for c, count in groups.items())
     footer = ("sum", "", groups.total(), "", "", expected(total, worst), "", "")
     return table(title, columns, groups, footer, stacked=True, class_="sites")
-
-
-def _worst(c: Collective) -> int:
-    return c.bytes if c.worst_bytes is None else c.worst_bytes
 
 
 def _folded(c: Collective) -> Collective:

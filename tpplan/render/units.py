@@ -55,5 +55,4 @@ def expected(sent: int, worst: int) -> str:
 
 def routed_size(collective: Collective) -> str:
     """The bytes of a collective."""
-    worst = collective.worst_bytes
-    return expected(collective.bytes, collective.bytes if worst is None else worst)
+    return expected(collective.bytes, collective.at_worst)

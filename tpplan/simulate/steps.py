@@ -44,6 +44,11 @@ class Collective:
     stride: int = 1
     worst_bytes: int | None = None
 
+    @property
+    def at_worst(self) -> int:
+        """Bytes, whichever experts tokens choose."""
+        return self.bytes if self.worst_bytes is None else self.worst_bytes
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return asdict(self)
