@@ -46,6 +46,7 @@ def parallelize(
     inputs: Any = None,
     src_data_rank: int | None = 0,
     prove: bool = True,
+    save: str | None = None,
 ) -> nn.Module:
     """Shard ``model`` in place as ``plan`` says, and return it.
 
@@ -64,6 +65,8 @@ def parallelize(
         src_data_rank: the rank of the tp group whose values count; None trusts each rank's own.
         prove: whether the rewritten model is run beside the unsharded one first, on simulated
             ranks and numbers of its own; see docs/proved.md.
+        save: overrides the plan's: "gathered", or "shard", which keeps a rank's rows of what
+            column-parallel layers were given under sequence parallelism, and gathers it again.
 
     Raises:
         PlanError: with every problem of the plan, the model and their fit.
@@ -78,7 +81,7 @@ def parallelize(
     tp = 1 if tp_mesh is None else tp_mesh.size()
 
     def compile_here() -> CompiledPlan:
-        loaded = load_plan(plan, adapted_model(model))
+        loaded = load_plan(plan, adapted_model(model)).saving(save)
         return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs, ep)
 
     words = {"prove": prove, "src_data_rank": src_data_rank}
@@ -116,6 +119,7 @@ def dry_run(
     fold: bool = True,
     hardware: HardwareSource | None = None,
     compare: bool = False,
+    save: str | None = None,
 ) -> Report:
     """What ``plan`` does to ``model`` on ``tp`` ranks: placements, collectives, memory, time.
 
@@ -138,6 +142,7 @@ def dry_run(
             None for h100-nvlink.
         compare: whether other tps, and plain TP beside TP+SP, are run as well, for the bars and
             curves of ``to_html()``.
+        save: as of ``parallelize``.
 
     Raises:
         PlanError: as ``parallelize`` does, and where there is no such hardware.
@@ -152,7 +157,7 @@ def dry_run(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, batch, seq)
-    loaded = load_plan(plan, adapted_model(model))
+    loaded = load_plan(plan, adapted_model(model)).saving(save)
     setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs, ep)
     timed_on = cost.load_hardware(hardware or cost.DEFAULT)
     found = cost.dry_run(model, setting, batch, seq, training, fold, timed_on)
@@ -175,6 +180,7 @@ def advise(
     master_weights: bool = True,
     checkpointing: bool = False,
     hardware: HardwareSource | None = None,
+    save: str | None = None,
     told: Callable[[str], None] = lambda _: None,
 ) -> Advice:
     """How to share out ``gpus`` GPUs for training ``model``: what fits, what is fastest, and why.
@@ -203,7 +209,8 @@ def advise(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, micro_batch, seq)
-    setting = cost.Setting(load_plan(plan, adapted_model(model)), 1, None, kernels, inputs)
+    loaded = load_plan(plan, adapted_model(model)).saving(save)
+    setting = cost.Setting(loaded, 1, None, kernels, inputs)
     task = cost.Task(gpus or timed_on.node, batch, seq, micro_batch)
     return Advice.of(cost.advise(model, setting, task, training, timed_on, told))
 
@@ -260,6 +267,7 @@ def verify(
     processes: bool = False,
     tolerance: float = 1e-5,
     seed: int = 0,
+    save: str | None = None,
 ) -> Verification:
     """Prove ``plan`` numerically: ``tp`` ranks against the unsharded model, every gradient.
 
@@ -279,6 +287,7 @@ def verify(
         tolerance: of max|difference| / max|reference| of the outputs, and of the gradients'
             max|difference| / max(max|g|, 1e-3 of the largest |g| in the model).
         seed: of the inputs, the objective's weights and what is stirred.
+        save: as of ``parallelize``.
 
     Raises:
         PlanError: as ``parallelize`` does; and where Triton's kernels are asked for, and not its
@@ -286,7 +295,7 @@ def verify(
         VerificationError: naming the first module whose output or gradient differs.
     """
     model = make_model if isinstance(make_model, nn.Module) else make_model()
-    loaded = load_plan(plan, adapted_model(model))
+    loaded = load_plan(plan, adapted_model(model)).saving(save)
     wanted = implementations(loaded.kernels, kernels)
     if "triton" in wanted.values() and not interpreted():
         message = "kernels: verify runs on the CPU, and Triton's run there in its interpreter only"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpplan.completion import bash
 from tpplan.language import PlanError, suggest
-from tpplan.language.styles import KERNEL_CHOICES
+from tpplan.language.styles import KERNEL_CHOICES, SAVE_CHOICES
 from tpplan.progress import Progress
 from tpplan.shipped import load_plan, plan_directories, shipped_plans
 from tpplan.version import __version__
@@ -133,7 +133,7 @@ def _checks(command: Command) -> None:
     real = "real gloo processes instead of simulated ranks"
     verify.add_argument("--processes", action="store_true", help=real)
     _example_inputs(verify)
-    _kernels(verify)
+    _overriding(verify)
 
     check = command("check", _check, "what is wrong with a plan, on its own or for a model")
     _plan_and_model(check, model_required=False, spread=True)
@@ -179,16 +179,17 @@ def _how_trained(sub: argparse.ArgumentParser) -> None:
     _example_inputs(sub)
     add("--loss", action="store_true", help=labels)
     add("--optimizer", default="adamw", help="its name, or none")
-    add("--clip", type=float, default=1.0, metavar="NORM", help="of gradients; 0 for not at all")
+    add("--clip", type=float, default=1.0, metavar="NORM", help="of gradients; 0 for none")
     add("--master-weights", action=_EITHER, default=True, help=copies)
     add("--checkpointing", action="store_true", help="recompute every layer in backward")
     add("--hardware", help="a profile's name, or a YAML file of your own")
-    _kernels(sub)
+    _overriding(sub)
 
 
-def _kernels(sub: argparse.ArgumentParser) -> None:
+def _overriding(sub: argparse.ArgumentParser) -> None:
     kinds = "of all kinds: triton, torch, or auto: Triton's where it runs on a GPU"
     sub.add_argument("--kernels", choices=KERNEL_CHOICES, help=kinds)
+    sub.add_argument("--save", choices=SAVE_CHOICES, help="of gathered inputs, for backward")
 
 
 def _positive(text: str) -> int:
@@ -266,7 +267,7 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
         "max_norm": args.clip or None,
         "master_weights": args.master_weights,
         "checkpointing": args.checkpointing,
-        "kernels": args.kernels,
+        "kernels": args.kernels, "save": args.save,
         **({"hardware": args.hardware} if args.hardware else {}),
     }
 
@@ -318,14 +319,14 @@ def _verify(args: argparse.Namespace) -> int:
         from tpplan.proof import describe
 
         model, note = made_runnable(build(args.model))
-        progress.say(f"comparing {args.tp * args.ep} ranks with the whole model, every gradient")
+        progress.say(f"comparing {args.tp * args.ep} ranks with the whole model")
         result = verify(
             model,
             args.plan,
             args.tp,
             ep=args.ep,
-            sequence_parallel=args.sequence_parallel,
-            kernels=args.kernels,
+            sequence_parallel=args.sequence_parallel, kernels=args.kernels,
+            save=args.save,
             inputs=_inputs(args.input) or None,
             processes=args.processes,
         )

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from tpplan.comm import deferred
 from tpplan.comm.collectives import (
     Group,
     Site,
@@ -33,6 +34,9 @@ from tpplan.comm.collectives import (
     local_slice,
     pad,
     reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
 )
 from tpplan.compat import differentiates_backward
 
@@ -66,13 +70,14 @@ def gather_in(
     length: int,
     transition: Transition,
     dtype: torch.dtype | None = None,
+    leave: int = 0,
 ) -> torch.Tensor:
     """g: padded chunks along ``dim`` enter a sharded region whole, ``length`` long.
 
     ``dtype``: to gather and return, where that is not the dtype of ``x``; gradients are summed in
-    the dtype of ``x``.
+    the dtype of ``x``. ``leave``: how many deferred gradients are left to a later collective.
     """
-    return _GatherIn.apply(x, dim, length, transition, dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return _GatherIn.apply(x, dim, length, transition, dtype, leave)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def scatter_out(
@@ -122,7 +127,9 @@ class _CopyIn(torch.autograd.Function):
         transition = ctx.transition
         if differentiates_backward():
             return reduce_out(grad, transition.transposed()), None
-        return all_reduce(grad, transition.group, transition.backward), None
+        handle = start_all_reduce(grad, transition.group, transition.backward)
+        deferred.work()
+        return handle.wait(), None
 
 
 class _ReduceOut(torch.autograd.Function):
@@ -147,8 +154,9 @@ class _GatherIn(torch.autograd.Function):
         length: int,
         transition: Transition,
         dtype: torch.dtype | None,
+        leave: int,
     ) -> torch.Tensor:
-        ctx.dim, ctx.transition, ctx.dtype = dim, transition, None
+        ctx.dim, ctx.transition, ctx.dtype, ctx.leave = dim, transition, None, leave
         if dtype is not None and dtype != x.dtype:
             ctx.dtype, x = x.dtype, x.to(dtype)
         return all_gather(x, dim, length, transition.group, transition.forward)
@@ -160,8 +168,11 @@ class _GatherIn(torch.autograd.Function):
             grad = grad if dtype is None else grad.to(dtype)
             part = scatter_out(grad, ctx.dim, transition.transposed())
         else:
-            part = reduce_scatter(grad, ctx.dim, transition.group, transition.backward, dtype=dtype)
-        return part, None, None, None, None
+            group, site = transition.group, transition.backward
+            handle = start_reduce_scatter(grad, ctx.dim, group, site, dtype=dtype)
+            deferred.work(ctx.leave)
+            part = handle.wait()
+        return part, None, None, None, None, None
 
 
 class _ScatterOut(torch.autograd.Function):
@@ -184,7 +195,10 @@ class _ScatterOut(torch.autograd.Function):
         elif differentiates_backward():
             whole = gather_in(grad, ctx.dim, ctx.length, transition.transposed())
         else:
-            whole = all_gather(grad, ctx.dim, ctx.length, transition.group, transition.backward)
+            group, site = transition.group, transition.backward
+            handle = start_all_gather(grad, ctx.dim, ctx.length, group, site)
+            deferred.work()
+            whole = handle.wait()
         return whole, None, None, shift
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from tpplan import compat
 from tpplan.comm.collectives import Group, Site, all_reduce
 from tpplan.comm.conjugates import Transition, reduce_out
+from tpplan.comm.deferred import ACCOUNT, Account
 from tpplan.comm.placements import is_whole, ranges_of
 from tpplan.comm.rows import RowsTensor, rows_like
 
@@ -29,6 +30,7 @@ def localize(
     site: Site,
     divided: Sequence[bool] = (),
     means: Sequence[int] = (),
+    deferring: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """The local tensors of ``parameters``, some of which need gradients; differentiable.
 
@@ -43,10 +45,17 @@ def localize(
             head); the others take part in its sum with zeros.
         means: for each, of how many ranks with tokens of their own its gradient holds the sum,
             of which it is to be the mean.
+        deferring: whether products may leave their weights' gradients to this function.
     """
     trained = tuple(p.requires_grad for p in parameters)
     known = tuple(summed), trained, tuple(divided) if any(divided) else (), tuple(means)
-    return _Localize.apply(known, group, site, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    account = Account()
+    made: tuple[torch.Tensor, ...] = _Localize.apply(known, group, site, account, *parameters)  # type: ignore[no-untyped-call]
+    if deferring and not torch.compiler.is_compiling():
+        for index, local in enumerate(made):
+            if trained[index]:
+                setattr(local, ACCOUNT, (account, index))
+    return made
 
 
 def coalesced_sum(tensors: Sequence[torch.Tensor], group: Group, site: Site) -> list[torch.Tensor]:
@@ -75,11 +84,12 @@ class _Localize(torch.autograd.Function):
         known: tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...], tuple[int, ...]],
         group: Group,
         site: Site,
+        account: Account,
         *parameters: DTensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.summed, ctx.trained, ctx.divided, ctx.means = known
-        ctx.group, ctx.site = group, site
+        ctx.group, ctx.site, ctx.account = group, site, account
         ctx.specs = [compat.spec_of(p) for p in parameters]
         if torch.compiler.is_compiling():  # which cannot make their gradients from the specs
             ctx.save_for_backward(*(p for p in parameters if isinstance(p, RowsTensor)))
@@ -93,10 +103,11 @@ class _Localize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        grads = ctx.account.settle(grads)
         if ctx.divided:
             grads = _alike(grads, ctx)
         if compat.differentiates_backward():
-            return (None, None, None, *_differentiably(ctx, grads))
+            return (None, None, None, None, *_differentiably(ctx, grads))
         local = list(grads)
         due = [i for i, g in enumerate(local) if g is not None and ctx.summed[i]]
         if due:
@@ -110,12 +121,12 @@ class _Localize(torch.autograd.Function):
             if grad is not None and ranks > 1:
                 grad.div_(ranks)  # nobody else's, as of now
         if torch.compiler.is_compiling():
-            return (None, None, None, *_traced(local, ctx.specs, ctx.saved_tensors))
+            return (None, None, None, None, *_traced(local, ctx.specs, ctx.saved_tensors))
         wrapped = (
             None if g is None else _wrapped(g, spec)
             for g, spec in zip(local, ctx.specs, strict=True)
         )
-        return (None, None, None, *wrapped)
+        return (None, None, None, None, *wrapped)
 
 
 def _alike(grads: Sequence[torch.Tensor | None], ctx: Any) -> tuple[torch.Tensor | None, ...]:

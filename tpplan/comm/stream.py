@@ -75,6 +75,8 @@ class Stream:
             asks its own ``State``, which knows it in a recomputation as well.
         shared: what boundaries that share an input have made of it, while a rewritten module that
             runs others is called by the user; None where none is.
+        left: whether a region of the element that runs was left already, by a reduce-scatter.
+        saves_rows: whether products keep a rank's rows of what was gathered for them.
         parts: of the element that runs, None where its layers are reduced one by one.
         whole_results: whether the user is given full tensors only, no sharded logits.
         randomness: the random sequences of this rank.
@@ -89,6 +91,7 @@ class Stream:
         sequence_parallel: bool,
         dim: int,
         fused: frozenset[str] = frozenset(),
+        saves_rows: bool = False,
     ) -> None:
         self.mesh = mesh
         self.fused = fused
@@ -96,6 +99,7 @@ class Stream:
         self.sequence_parallel = sequence_parallel
         self.dim = dim
         self.whole_results = True
+        self.saves_rows = saves_rows
         self.randomness = Randomness(self.group.rank, mesh.device_type)
         site = Site("", "the stream, gathered")
         self.source = Source(self.group, site, self.randomness, Sharded)
@@ -107,6 +111,7 @@ class Stream:
         self.length: int | None = None
         self.shared: dict[Any, tuple[Any, ...]] | None = None
         self.parts: Parts | None = None
+        self.left = False
         self._depth = 0
         self._runs: dict[int, deque[Run]] = {}
 

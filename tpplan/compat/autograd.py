@@ -39,7 +39,12 @@ def in_backward() -> bool:
     """Whether this thread is inside autograd's backward (activation checkpointing recomputes)."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1
+
+
+# called for every product: not wrapped
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread, which no other has had; -1 outside."""
 
 
 def sequence_number() -> int:

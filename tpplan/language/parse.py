@@ -17,7 +17,15 @@ from tpplan.language.diagnostics import (
 )
 from tpplan.language.plan import FrozenMap, Plan, Rule
 from tpplan.language.source import Broken, MappingNode, Node, Scalar, ScalarKind, read_tree
-from tpplan.language.styles import KERNEL_CHOICES, KERNEL_KINDS, KEYS, REMOVE, STYLES, VERSION
+from tpplan.language.styles import (
+    KERNEL_CHOICES,
+    KERNEL_KINDS,
+    KEYS,
+    REMOVE,
+    SAVE_CHOICES,
+    STYLES,
+    VERSION,
+)
 from tpplan.language.values import Values
 
 MAX_EXTENDS = 8
@@ -113,6 +121,7 @@ class _PlanReader(Values):
             "sequence_parallel": self.flag,
             "layers": self.pattern,
             "sequence_dim": lambda node, what: self.whole(node, what, 0),
+            "save": lambda node, what: self.choice(node, what, SAVE_CHOICES),
         }
         found = {key: self.entry(key, read) for key, read in readers.items()}
         stated = {key: value for key, value in found.items() if value is not None}

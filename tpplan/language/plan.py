@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tpplan.language.diagnostics import Position
+from tpplan.language.diagnostics import Diagnostic, PlanError, Position, did_you_mean
 from tpplan.language.patterns import Pattern
+from tpplan.language.styles import GATHERED, SAVE_CHOICES
 
 _Value = TypeVar("_Value", covariant=True)
 
@@ -67,6 +68,7 @@ class Plan:
         layers: the pattern of the layer stack, where the plan names it.
         kernels: kernel kind -> implementation; kinds that no plan mentions are absent.
         text: the source of this plan, without that of the plan it extends.
+        save: what column-parallel layers keep of a gathered input for backward: it, or the shard.
     """
 
     name: str
@@ -80,3 +82,17 @@ class Plan:
     sequence_dim: int
     kernels: Mapping[str, str]
     text: str
+    save: str = GATHERED
+
+    def saving(self, save: str | None) -> Plan:
+        """The plan with ``save`` in the place of its own, where one is given.
+
+        Raises:
+            PlanError: where there is no such word.
+        """
+        if save is None:
+            return self
+        if save not in SAVE_CHOICES:
+            hint = did_you_mean(save, SAVE_CHOICES, f"it is {' or '.join(SAVE_CHOICES)}")
+            raise PlanError([Diagnostic(f"save: there is no '{save}'", hint=hint)])
+        return replace(self, save=save)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tpplan.language.styles import (
+    GATHERED,
     KERNEL_CHOICES,
     KERNEL_KINDS,
     KEYS,
     REMOVE,
+    SAVE_CHOICES,
     STYLES,
     VERSION,
     Kind,
@@ -88,6 +90,7 @@ def schema() -> dict[str, Any]:
         "optional": rules,
         "layers": _PATTERN,
         "sequence_dim": {"type": "integer", "minimum": 0, "default": 1},
+        "save": {"enum": list(SAVE_CHOICES), "default": GATHERED},
         "kernels": {
             "anyOf": [
                 {"enum": list(KERNEL_CHOICES)},

@@ -126,6 +126,7 @@ KERNEL_KINDS: Mapping[str, str] = {
     "sequence_transition": "layout changes around sequence-parallel collectives",
 }
 KERNEL_CHOICES = ("auto", "triton", "torch")
+SHARD, GATHERED = SAVE_CHOICES = ("shard", "gathered")
 
 KEYS: Mapping[str, str] = {
     "tpplan": "the version of the plan language",
@@ -138,4 +139,5 @@ KEYS: Mapping[str, str] = {
     "layers": "a pattern for the stack of layers; inferred where absent",
     "sequence_dim": "the sequence's dimension in the stream",
     "kernels": "which implementation of each fused kernel to use",
+    "save": "what is kept of a gathered input for backward: all of it, or the shard",
 }

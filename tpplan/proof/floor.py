@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from tpplan.compiled import CompiledPlan
+from tpplan.language.styles import SHARD
 from tpplan.proof.ranks import Reference
 from tpplan.styles import named
 
@@ -42,6 +43,8 @@ def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mappi
         forward = {"reduce_scatter": blocks + tables + scattered, "all_gather": blocks + 2 * heads}
         backward = {"reduce_scatter": blocks + heads, "all_gather": blocks + tables + scattered}
         forward["all_reduce"] = backward["all_reduce"] = inside
+        if compiled.plan.save == SHARD:  # what enters regions and heads is gathered again
+            backward["all_gather"] += blocks + heads
     else:
         both = blocks + inside
         forward = {"all_reduce": both + tables, "all_gather": heads, "reduce_scatter": scattered}

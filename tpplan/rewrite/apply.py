@@ -12,6 +12,7 @@ from tpplan.comm import Stream
 from tpplan.comm.meshes import tp_of
 from tpplan.compiled import CompiledPlan
 from tpplan.kernels.launch import chosen
+from tpplan.language.styles import SHARD
 from tpplan.rewrite.holders import Undo, replace, require_whole
 from tpplan.rewrite.planned import PlannedStyle, swap_kernels
 from tpplan.roles.entry import Entry
@@ -73,7 +74,9 @@ def _shard(
     tp = tp_of(mesh, compiled.ep)
     own = mesh if tp is None else tp
     fused = (k for k, how in compiled.kernels.items() if chosen(how, mesh.device_type))
-    stream = Stream(own, compiled.sequence_parallel, compiled.plan.sequence_dim, frozenset(fused))
+    plan = compiled.plan
+    rows = plan.save == SHARD
+    stream = Stream(own, compiled.sequence_parallel, plan.sequence_dim, frozenset(fused), rows)
     stream.whole_results = all(
         plan.options.get("output") != "shard"
         for plan in compiled.modules.values()

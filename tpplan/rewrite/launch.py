@@ -67,6 +67,7 @@ def _facts(
     facts["ep"] = str(compiled.ep)
     facts["sequence_parallel"] = str(compiled.sequence_parallel)
     facts["kernels"] = str(sorted(compiled.kernels.items()))
+    facts["save"] = compiled.plan.save
     facts["torch"] = torch.__version__
     transformers = sys.modules.get("transformers")
     if transformers is not None:

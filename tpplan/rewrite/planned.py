@@ -137,7 +137,9 @@ class PlannedStyle(ParallelStyle):
             projections = not said and all(
                 m.projection or named(m.style).vocabulary for m in served
             )
-            self.entries[key] = Entry(transition, len(boundary.shared), boundary.whole, projections)
+            again = Site(self.plan.path, f"input of {names}, gathered again", rule)
+            shared = len(boundary.shared)
+            self.entries[key] = Entry(transition, again, shared, boundary.whole, projections)
         return self.entries[key]
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from tpplan.comm import Stream, Transition, copy_in, gather_in
+from tpplan.comm import Site, Stream, Transition, copy_in, gather_in
 from tpplan.comm.placements import is_whole
+from tpplan.comm.products import Again, keep_rows
 from tpplan.comm.stream import version_of
 
 
@@ -19,21 +20,23 @@ class Entry:
     result is kept with the stream, until the last of the modules has taken it or the forward is
     over. Compiled code, which cannot ask whether a tensor was changed, shares nothing.
 
-    ``whole``: whether the tensor is whole also inside the stack. ``projections``: whether all that
-    becomes of it is multiplied by weights, for which autocast would cast it (code that only asks
-    for its dtype is then told that of the products).
+    ``again``: what a second gather, in backward, is reported under. ``whole``: whether the tensor
+    is whole also inside the stack. ``projections``: whether all that becomes of it is multiplied by
+    weights, for which autocast would cast it (code that only asks for its dtype is then told that
+    of the products).
     """
 
     def __init__(
-        self, transition: Transition, members: int, whole: bool, projections: bool
+        self, transition: Transition, again: Site, members: int, whole: bool, projections: bool
     ) -> None:
         self.transition = transition
+        self.again = again
         self.members = members
         self.whole = whole
         self.projections = projections
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
-        twin = Entry(self.transition, self.members, self.whole, self.projections)
+        twin = Entry(self.transition, self.again, self.members, self.whole, self.projections)
         memo[id(self)] = twin
         return twin
 
@@ -56,21 +59,26 @@ class Entry:
     def _entered(self, x: torch.Tensor, stream: Stream, length: int | None) -> torch.Tensor:
         if isinstance(x, DTensor):
             if stream.is_sharded(x):
-                return self._gathered(stream.to_local(x), stream.dim, x.size(stream.dim))
+                return self._gathered(stream, stream.to_local(x), stream.dim, x.size(stream.dim))
             if not is_whole(x):
                 x = x.redistribute(placements=[Replicate()])
             return copy_in(x.to_local(), self.transition)
         if length is not None and not self.whole:
             if x.dim() <= stream.dim + 1:  # tokens without their batch: every rank's, one by one
-                return self._gathered(x, 0, x.size(0) * self.transition.group.size)
-            return self._gathered(x, stream.dim, length)
+                return self._gathered(stream, x, 0, x.size(0) * self.transition.group.size)
+            return self._gathered(stream, x, stream.dim, length)
         return copy_in(x, self.transition)
 
-    def _gathered(self, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    def _gathered(self, stream: Stream, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         device, dtype = self.transition.group.mesh.device_type, None
         if self.projections and x.dtype == torch.float32 and torch.is_autocast_enabled(device):
             # before it is sent: half the bytes, and one cast for all that read it
             dtype = torch.get_autocast_dtype(device)
-        whole = gather_in(x, dim, length, self.transition, dtype)
+        # one weight's gradient is left to the backward gather of an exit that comes before
+        whole = gather_in(x, dim, length, self.transition, dtype, int(stream.left))
         # other code may view it, as it could what it was given before
-        return whole if self.projections else whole.contiguous()
+        whole = whole if self.projections else whole.contiguous()
+        if stream.saves_rows and whole.requires_grad and not torch.compiler.is_compiling():
+            group = self.transition.group
+            keep_rows(whole, x, Again(group, self.again, dim, length, dtype))
+        return whole

@@ -375,7 +375,10 @@ def _localized(
             summed = [own.summed[index] for _, own, index in jobs]
             divided = [bool(own.mates) for _, own, _ in jobs]
             means = [own.means for _, own, _ in jobs]
-            locals_ = localize(parameters, summed, jobs[0][1].group, site, divided, means)
+            of = jobs[0][1]
+            locals_ = localize(
+                parameters, summed, of.group, site, divided, means, deferring=not of.apart
+            )
             if keep:
                 compat.run_when_ready(locals_[0].grad_fn)
             made += zip(jobs, parameters, locals_, strict=True)

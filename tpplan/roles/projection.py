@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
+
+from tpplan.comm.products import product
 
 
 class Projection(Protocol):
@@ -18,10 +19,10 @@ class Projection(Protocol):
 
 def projection(transposed: bool) -> Projection:
     """The product of a module whose weight is stored (out, in), or ``transposed``: (in, out)."""
-    return _transposed if transposed else F.linear
+    return _transposed if transposed else product
 
 
 def _transposed(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, /
 ) -> torch.Tensor:
-    return F.linear(x, weight.t(), bias)
+    return product(x, weight, bias, transposed=True)

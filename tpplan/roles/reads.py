@@ -137,7 +137,9 @@ def _head(
     group = state.transition.group
     into = Transition(group, site("input of the table, as a head"), site("its gradient"))
     out = Transition(group, site("logits, gathered"), site("gradient of the logits"))
-    entered = Entry(into, 1, False, True).enter(input, stream, None)
+    entered = Entry(into, site("its input, gathered again"), 1, False, True).enter(
+        input, stream, None
+    )
     local = table._locals()[state.own.names.index(weight._tpplan_name)]
     logits = table._tpplan_project(entered, local)
     return Origin(stream, out, weight.size(0), state.plan.options.get("output")).wrap(logits)

@@ -180,7 +180,7 @@ class InStack(Lowered):
                 y = split(y, stream.dim, state.transition)
             args, kwargs = replaced(other, y, args, kwargs)
         start = stream.now()
-        stream.length = length
+        stream.length, stream.left = length, False
         try:
             out = self._tpplan_summing(*args, **kwargs)
         finally:

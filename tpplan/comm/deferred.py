@@ -1,0 +1,132 @@
+"""Weight gradients that are computed while a collective is under way.
+
+A product's backward gives the gradient of its input at once, which others wait for; that of its
+weight only the optimizer waits for. It is *deferred*: noted with what it is to be computed of, and
+computed at the next collective, between its start and its wait (Narayanan et al. 2021, "Efficient
+large-scale language model training on GPU clusters using Megatron-LM", overlap the input
+gradient's all-reduce so); at the latest where the gradients of parameters are handed to autograd,
+in the function that made the local tensors (``gradients.localize``). Autograd runs that one
+after every product that took its tensors, so that no gradient is ever left behind.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from tpplan import compat
+from tpplan.comm.collectives import Handle
+
+# on a local tensor: the account of what made it, and its number there
+ACCOUNT = "_tpplan_account"
+# backward passes of which notes are kept: reentrant checkpointing has one inside another, and
+# one that an exception ended leaves its own behind
+_PASSES = 8
+
+
+class Regathered:
+    """An input of products that is gathered again for their weights' gradients."""
+
+    __slots__ = ("__weakref__", "_handle", "_whole")
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle: Handle | None = handle
+        self._whole: torch.Tensor | None = None
+
+    def whole(self) -> torch.Tensor:
+        """All of it, once it has arrived."""
+        if self._handle is not None:
+            self._whole, self._handle = self._handle.wait(), None
+        assert self._whole is not None
+        return self._whole
+
+
+Of = tuple[torch.Tensor, torch.Tensor | Regathered, bool, torch.dtype]
+
+
+class Deferred:
+    """The gradient of one weight that is still to be computed."""
+
+    __slots__ = ("__weakref__", "_of", "_value", "index", "task")
+
+    def __init__(self, task: int, index: int, of: Of) -> None:
+        """``of``: the product's gradient, its input, whether the weight is (in, out), its dtype."""
+        self.task, self.index = task, index
+        self._of: Of | None = of
+        self._value: torch.Tensor | None = None
+
+    def compute(self) -> torch.Tensor:
+        """The gradient, of the weight's shape and dtype; what it is made of is let go."""
+        if self._of is not None:
+            grad, x, transposed, dtype = self._of
+            x = x.whole() if isinstance(x, Regathered) else x
+            self._value = weight_gradient(grad, x, transposed).to(dtype)
+            self._of = None
+        assert self._value is not None
+        return self._value
+
+
+class Account:
+    """The deferred gradients of the tensors that one autograd function made."""
+
+    __slots__ = ("_due",)
+
+    def __init__(self) -> None:
+        self._due: list[Deferred] = []
+
+    def add(self, one: Deferred) -> None:
+        """Take it up; what a backward pass that failed has left is forgotten."""
+        if self._due and self._due[0].task != one.task:
+            self._due = []
+        self._due.append(one)
+
+    def settle(self, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """``grads``, of all the tensors, with what was deferred in this backward pass."""
+        due, self._due = self._due, []
+        if not due or due[0].task != compat.backward_pass():
+            return grads
+        complete = list(grads)
+        for one in due:
+            value, other = one.compute(), complete[one.index]
+            complete[one.index] = value if other is None else other + value
+        return complete
+
+
+# by backward pass; the accounts hold on to them
+_waiting: dict[int, list[weakref.ref[Deferred]]] = {}
+
+
+def work(leave: int = 0) -> None:
+    """Compute deferred gradients of the backward pass that runs, all but the last ``leave``."""
+    waiting = _waiting.get(compat.backward_pass())
+    if waiting is None:
+        return
+    now = waiting[: len(waiting) - leave]
+    del waiting[: len(now)]
+    for found in now:
+        one = found()
+        if one is not None:
+            one.compute()
+
+
+def defer(account: Account, index: int, of: Of) -> None:
+    """Leave the gradient of the weight of that ``index`` to the next collective."""
+    task = compat.backward_pass()
+    one = Deferred(task, index, of)
+    account.add(one)
+    if task not in _waiting:
+        while len(_waiting) >= _PASSES:
+            del _waiting[next(iter(_waiting))]
+        _waiting[task] = []
+    _waiting[task].append(weakref.ref(one))
+
+
+def weight_gradient(grad: torch.Tensor, x: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Of a weight (out, in), or ``transposed``, that ``x`` (..., in) was multiplied by.
+
+    ``grad``: of the product, (..., out).
+    """
+    grad, x = grad.reshape(-1, grad.size(-1)), x.reshape(-1, x.size(-1))
+    return x.t() @ grad if transposed else grad.t() @ x
