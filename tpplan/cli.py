@@ -206,7 +206,7 @@ def _dry_run(args: argparse.Namespace) -> int:
         from tpplan.render.text import layout
 
         model = build(args.model)
-        progress.say(f"executing a step of it at tp {args.tp}")
+        progress.say(f"executing a step at tp {args.tp}")
         report = dry_run(
             model,
             args.plan,

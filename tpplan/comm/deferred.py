@@ -100,6 +100,8 @@ _waiting: dict[int, list[weakref.ref[Deferred]]] = {}
 
 def work(leave: int = 0) -> None:
     """Compute deferred gradients of the backward pass that runs, all but the last ``leave``."""
+    if torch.compiler.is_compiling():
+        return  # where nothing is deferred: its graph is scheduled as a whole
     waiting = _waiting.get(compat.backward_pass())
     if waiting is None:
         return

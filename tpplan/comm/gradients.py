@@ -49,9 +49,9 @@ def localize(
     """
     trained = tuple(p.requires_grad for p in parameters)
     known = tuple(summed), trained, tuple(divided) if any(divided) else (), tuple(means)
-    account = Account()
+    account = None if torch.compiler.is_compiling() or not deferring else Account()
     made: tuple[torch.Tensor, ...] = _Localize.apply(known, group, site, account, *parameters)  # type: ignore[no-untyped-call]
-    if deferring and not torch.compiler.is_compiling():
+    if account is not None:
         for index, local in enumerate(made):
             if trained[index]:
                 setattr(local, ACCOUNT, (account, index))
@@ -84,7 +84,7 @@ class _Localize(torch.autograd.Function):
         known: tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...], tuple[int, ...]],
         group: Group,
         site: Site,
-        account: Account,
+        account: Account | None,
         *parameters: DTensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -103,7 +103,8 @@ class _Localize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        grads = ctx.account.settle(grads)
+        if ctx.account is not None:
+            grads = ctx.account.settle(grads)
         if ctx.divided:
             grads = _alike(grads, ctx)
         if compat.differentiates_backward():
