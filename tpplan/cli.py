@@ -267,7 +267,8 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
         "max_norm": args.clip or None,
         "master_weights": args.master_weights,
         "checkpointing": args.checkpointing,
-        "kernels": args.kernels, "save": args.save,
+        "kernels": args.kernels,
+        "save": args.save,
         **({"hardware": args.hardware} if args.hardware else {}),
     }
 
@@ -325,7 +326,8 @@ def _verify(args: argparse.Namespace) -> int:
             args.plan,
             args.tp,
             ep=args.ep,
-            sequence_parallel=args.sequence_parallel, kernels=args.kernels,
+            sequence_parallel=args.sequence_parallel,
+            kernels=args.kernels,
             save=args.save,
             inputs=_inputs(args.input) or None,
             processes=args.processes,

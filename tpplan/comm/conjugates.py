@@ -70,14 +70,13 @@ def gather_in(
     length: int,
     transition: Transition,
     dtype: torch.dtype | None = None,
-    leave: int = 0,
 ) -> torch.Tensor:
     """g: padded chunks along ``dim`` enter a sharded region whole, ``length`` long.
 
     ``dtype``: to gather and return, where that is not the dtype of ``x``; gradients are summed in
-    the dtype of ``x``. ``leave``: how many deferred gradients are left to a later collective.
+    the dtype of ``x``.
     """
-    return _GatherIn.apply(x, dim, length, transition, dtype, leave)  # type: ignore[no-any-return, no-untyped-call]
+    return _GatherIn.apply(x, dim, length, transition, dtype)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def scatter_out(
@@ -154,9 +153,8 @@ class _GatherIn(torch.autograd.Function):
         length: int,
         transition: Transition,
         dtype: torch.dtype | None,
-        leave: int,
     ) -> torch.Tensor:
-        ctx.dim, ctx.transition, ctx.dtype, ctx.leave = dim, transition, None, leave
+        ctx.dim, ctx.transition, ctx.dtype = dim, transition, None
         if dtype is not None and dtype != x.dtype:
             ctx.dtype, x = x.dtype, x.to(dtype)
         return all_gather(x, dim, length, transition.group, transition.forward)
@@ -170,9 +168,9 @@ class _GatherIn(torch.autograd.Function):
         else:
             group, site = transition.group, transition.backward
             handle = start_reduce_scatter(grad, ctx.dim, group, site, dtype=dtype)
-            deferred.work(ctx.leave)
+            deferred.work()
             part = handle.wait()
-        return part, None, None, None, None, None
+        return part, None, None, None, None
 
 
 class _ScatterOut(torch.autograd.Function):

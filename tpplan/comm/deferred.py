@@ -43,26 +43,33 @@ class Regathered:
         return self._whole
 
 
-Of = tuple[torch.Tensor, torch.Tensor | Regathered, bool, torch.dtype]
+# a product's gradient, its input, and whether its weight is (in, out); the weight
+Of = tuple[torch.Tensor, torch.Tensor | Regathered, bool, torch.Tensor]
 
 
 class Deferred:
-    """The gradient of one weight that is still to be computed."""
+    """The gradient of one weight that is still to be computed.
 
-    __slots__ = ("__weakref__", "_of", "_value", "index", "task")
+    Attributes:
+        task: the backward pass; owner: the ``id`` of its account; index: of the weight there.
+        work: multiplications.
+    """
 
-    def __init__(self, task: int, index: int, of: Of) -> None:
-        """``of``: the product's gradient, its input, whether the weight is (in, out), its dtype."""
-        self.task, self.index = task, index
+    __slots__ = ("__weakref__", "_of", "_value", "index", "owner", "task", "work")
+
+    def __init__(self, task: int, owner: int, index: int, of: Of) -> None:
+        grad, _, _, weight = of
+        self.task, self.owner, self.index = task, owner, index
+        self.work = grad.numel() // grad.size(-1) * weight.numel()
         self._of: Of | None = of
         self._value: torch.Tensor | None = None
 
     def compute(self) -> torch.Tensor:
         """The gradient, of the weight's shape and dtype; what it is made of is let go."""
         if self._of is not None:
-            grad, x, transposed, dtype = self._of
+            grad, x, transposed, weight = self._of
             x = x.whole() if isinstance(x, Regathered) else x
-            self._value = weight_gradient(grad, x, transposed).to(dtype)
+            self._value = weight_gradient(grad, x, transposed).to(weight.dtype)
             self._of = None
         assert self._value is not None
         return self._value
@@ -98,25 +105,32 @@ class Account:
 _waiting: dict[int, list[weakref.ref[Deferred]]] = {}
 
 
-def work(leave: int = 0) -> None:
-    """Compute deferred gradients of the backward pass that runs, all but the last ``leave``."""
+def work() -> None:
+    """Compute of what is deferred in the backward pass that runs what came first.
+
+    That is half of what the newest account has, the rest being for the next collective: an element
+    of a model has two to four of them, and most of its weights are in one place. And all of other
+    accounts, so that each element leaves the next one what the last one left it.
+    """
     if torch.compiler.is_compiling():
         return  # where nothing is deferred: its graph is scheduled as a whole
     waiting = _waiting.get(compat.backward_pass())
-    if waiting is None:
+    if not waiting:
         return
-    now = waiting[: len(waiting) - leave]
-    del waiting[: len(now)]
-    for found in now:
-        one = found()
-        if one is not None:
-            one.compute()
+    due = [one for one in (found() for found in waiting) if one is not None]
+    half = sum(one.work for one in due if one.owner == due[-1].owner) / 2
+    done = 0
+    while done < len(due) and (due[done].owner != due[-1].owner or half > 0):
+        half -= due[done].work if due[done].owner == due[-1].owner else 0
+        due[done].compute()
+        done += 1
+    waiting[:] = [weakref.ref(one) for one in due[done:]]
 
 
 def defer(account: Account, index: int, of: Of) -> None:
     """Leave the gradient of the weight of that ``index`` to the next collective."""
     task = compat.backward_pass()
-    one = Deferred(task, index, of)
+    one = Deferred(task, id(account), index, of)
     account.add(one)
     if task not in _waiting:
         while len(_waiting) >= _PASSES:

@@ -129,5 +129,5 @@ class _Product(torch.autograd.Function):
             for_weight = weight_gradient(grad, x, transposed)
         else:
             account, index = ctx.account
-            defer(account, index, (grad, x, transposed, weight.dtype))
+            defer(account, index, (grad, x, transposed, weight))
         return for_x, for_weight, for_bias, None, None, None

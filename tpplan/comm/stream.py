@@ -75,7 +75,7 @@ class Stream:
             asks its own ``State``, which knows it in a recomputation as well.
         shared: what boundaries that share an input have made of it, while a rewritten module that
             runs others is called by the user; None where none is.
-        left: whether a region of the element that runs was left already, by a reduce-scatter.
+        started: the number of the autograd node with which the element that ran last began.
         saves_rows: whether products keep a rank's rows of what was gathered for them.
         parts: of the element that runs, None where its layers are reduced one by one.
         whole_results: whether the user is given full tensors only, no sharded logits.
@@ -111,7 +111,7 @@ class Stream:
         self.length: int | None = None
         self.shared: dict[Any, tuple[Any, ...]] | None = None
         self.parts: Parts | None = None
-        self.left = False
+        self.started: int | None = None
         self._depth = 0
         self._runs: dict[int, deque[Run]] = {}
 
@@ -138,7 +138,7 @@ class Stream:
     @contextlib.contextmanager
     def called(self, path: str) -> Iterator[None]:
         """While the module at ``path`` runs that was called with none around it that runs."""
-        start = self.now()
+        self.started = start = self.now()
         self.shared = {}
         try:
             yield

@@ -15,6 +15,7 @@ from tpplan.compat.autograd import differentiates_backward as differentiates_bac
 from tpplan.compat.autograd import hooks_of as hooks_of
 from tpplan.compat.autograd import in_backward as in_backward
 from tpplan.compat.autograd import is_held_elsewhere as is_held_elsewhere
+from tpplan.compat.autograd import run_after as run_after
 from tpplan.compat.autograd import run_when_ready as run_when_ready
 from tpplan.compat.autograd import running_node as running_node
 from tpplan.compat.autograd import sequence_number as sequence_number

@@ -70,3 +70,8 @@ def run_when_ready(node: Any) -> None:
     would wait for the end of the backward pass and hold every gradient until then.
     """
     node._set_sequence_nr(_RUN_AT_ONCE)
+
+
+def run_after(node: Any, number: int) -> None:
+    """Let autograd run ``node`` after all that are ready and were recorded since ``number``."""
+    node._set_sequence_nr(number)

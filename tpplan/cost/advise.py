@@ -211,9 +211,9 @@ def _costs(report: DryRun, hardware: Hardware) -> list[str]:
     """What is particular about a size."""
     tp, notes = report.compiled.tp, []
     if tp > hardware.node:
-        share = report.time.total.communication / report.time.total.seconds
+        share = report.time.total.exposed / report.time.total.seconds
         crossed = f"crosses the node of {hardware.node}: its collectives go over the network"
-        notes.append(f"{crossed}, {100 * share:.0f} % of the time")
+        notes.append(f"{crossed}, {100 * share:.0f} % of the time is waiting")
     entries = report.compiled.parameters.values()
     copies = [e for e in entries if isinstance(e.placement, Rows) and e.placement.shared()]
     if copies:

@@ -99,7 +99,7 @@ class Stages:
         phases = time.phases
         stepping = phases["optimizer"].seconds if "optimizer" in phases else 0.0
         micro = (time.total.seconds - stepping) / pp
-        sent = sum(phases[p].communication for p in phases if p != "optimizer") / pp
+        sent = sum(phases[p].exposed for p in phases if p != "optimizer") / pp
         apart = self.report.compiled.tp >= hardware.node
         between = hardware.network if apart else hardware.link
         passed = 2 * send_seconds(self._stream() / pp, between) if pp > 1 else 0.0

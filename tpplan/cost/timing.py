@@ -5,19 +5,18 @@ A matmul takes the longer of its FLOPs over the FLOP/s and its bytes over the me
 multicore architectures", CACM 52(4)); everything else its bytes over the bandwidth; collectives
 what ``costs`` says. All ceilings are those that are reached, not the peaks.
 
-A run waits for each collective, as tpplan's do, so computation and communication add up. What
-could overlap is said apart: a collective with the matmuls that need its result or make its input,
-cut into pieces (Wang et al. 2023, "Overlap communication with dependent computation via
-decomposition in large deep learning models", ASPLOS; PyTorch's async tensor parallelism), which
-for a column-parallel layer's input gradient are also those of its weight gradient, which need
-neither (Shoeybi et al. 2019; Korthikanti et al. 2022 of Megatron-LM).
+Collectives are sent one after the other, and waited for where the run waits for them: what is
+computed in between hides them. What could overlap besides is said apart: a collective with the
+matmuls that need its result or make its input, cut into pieces (Wang et al. 2023, "Overlap
+communication with dependent computation via decomposition in large deep learning models", ASPLOS;
+PyTorch's async tensor parallelism).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from tpplan.cost.costs import Cost, collective_cost
@@ -26,8 +25,8 @@ from tpplan.language import FrozenMap
 from tpplan.simulate.steps import PHASES, Collective, Matmul, Member, Step, data_bytes
 
 NOTE = (
-    "a roofline model at the bandwidths and FLOP/s that are reached, without kernel launches, "
-    "the host's time, or what overlaps"
+    "a roofline model at the bandwidths and FLOP/s that are reached, without kernel launches "
+    "or the host's time"
 )
 # to which side the matmuls lie that a collective can run beside; no other phase has any
 _BESIDE: Mapping[str, int] = {"all_gather": 1, "all_reduce": -1, "reduce_scatter": -1}
@@ -45,6 +44,7 @@ class Span:
         module: path of the module it belongs to; element: of the stack's.
         what: "2 matmuls", "other ops", or a collective and its algorithm.
         overlappable: seconds of a collective that could run beside matmuls, but do not.
+        hidden: seconds of a collective that the run does not wait for.
     """
 
     start: float
@@ -56,20 +56,27 @@ class Span:
     bound: Literal["flops", "memory", "link"]
     element: Member | None = None
     overlappable: float = 0.0
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True)
 class Share:
-    """Seconds of a part of a run; ``overlappable`` are some of ``communication``."""
+    """Seconds of a part of a run; ``overlappable`` and ``hidden`` are some of ``communication``."""
 
     compute: float = 0.0
     communication: float = 0.0
     overlappable: float = 0.0
+    hidden: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that are waited."""
+        return self.communication - self.hidden
 
     @property
     def seconds(self) -> float:
-        """All of them, nothing overlapping."""
-        return self.compute + self.communication
+        """How long it takes: what is computed, and what is waited."""
+        return self.compute + self.exposed
 
     @property
     def ratio(self) -> float:
@@ -78,7 +85,8 @@ class Share:
 
     def to_dict(self) -> dict[str, float]:
         """Plain data for JSON."""
-        return {"seconds": self.seconds, **asdict(self), "ratio": self.ratio}
+        own = {**asdict(self), "exposed": self.exposed, "ratio": self.ratio}
+        return {"seconds": self.seconds, **own}
 
 
 @dataclass(frozen=True)
@@ -140,18 +148,34 @@ class TimeSummary:
 
 
 def timeline(steps: Sequence[Step], hardware: Hardware) -> tuple[Span, ...]:
-    """What the first rank does when, one thing after the other.
+    """What the first rank does when: one thing after the other on each lane.
 
     The order within a step is not known: matmuls come first, then everything else it moves, then
     its collective.
     """
-    hidden = _overlappable(steps, hardware)
+    found = _overlappable(steps, hardware)
     spans: list[Span] = []
-    now = 0.0
+    sent: list[int] = []  # the spans of the collectives
+    now = free = 0.0
     for index, step in enumerate(steps):
-        for span in _spans(step, hardware, now, hidden.get(index, 0.0)):
+        for span in _computed(step, hardware, now):
             spans.append(span)
             now = span.start + span.seconds
+        if step.collective is not None:
+            span = _sent(step, step.collective, hardware, max(now, free))
+            free = span.start + span.seconds
+            sent.append(len(spans))
+            hidden = span.seconds if step.later else min(0.0, now - span.start)
+            spans.append(replace(span, overlappable=found.get(index, 0.0), hidden=hidden))
+            now = now if step.later else free
+        if step.awaited is not None:
+            at = sent[-1 - step.awaited]
+            span = spans[at]
+            waited = max(0.0, span.start + span.seconds - now)
+            # what is waited is not hidden, and of that some could be
+            could = min(span.overlappable, waited)
+            spans[at] = replace(span, hidden=span.seconds - waited, overlappable=could)
+            now += waited
     return tuple(spans)
 
 
@@ -207,7 +231,7 @@ def _collective_cost(c: Collective, hardware: Hardware) -> Cost:
     return collective_cost(c.kind, data_bytes(c.shape, c.dtype), c.ranks, hardware, c.stride)
 
 
-def _spans(step: Step, hardware: Hardware, now: float, hidden: float) -> Iterable[Span]:
+def _computed(step: Step, hardware: Hardware, now: float) -> Iterable[Span]:
     real, where = hardware.reached, (step.phase, step.module)
     for matmul, count in step.matmuls:
         each, bound = _matmul_seconds(matmul, real)
@@ -217,12 +241,12 @@ def _spans(step: Step, hardware: Hardware, now: float, hidden: float) -> Iterabl
     if step.moved:
         seconds = step.moved / real.memory_bandwidth
         yield Span(now, seconds, "compute", *where, "other ops", "memory", step.element)
-        now += seconds
-    c = step.collective
-    if c is not None:
-        cost = _collective_cost(c, hardware)
-        where, what = (c.phase, c.module), f"{c.kind} ({cost.algorithm})"
-        yield Span(now, cost.seconds, "communication", *where, what, "link", step.element, hidden)
+
+
+def _sent(step: Step, c: Collective, hardware: Hardware, start: float) -> Span:
+    cost = _collective_cost(c, hardware)
+    where, what = (c.phase, c.module), f"{c.kind} ({cost.algorithm})"
+    return Span(start, cost.seconds, "communication", *where, what, "link", step.element)
 
 
 # --- overlap
@@ -234,7 +258,11 @@ def _overlappable(steps: Sequence[Step], hardware: Hardware) -> dict[int, float]
     No matmul hides more than it takes, in all.
     """
     real = hardware.reached
-    free = [sum(_matmul_seconds(m, real)[0] * n for m, n in step.matmuls) for step in steps]
+    # what ends with a wait runs beside a collective already
+    free = [
+        sum(_matmul_seconds(m, real)[0] * n for m, n in step.matmuls if step.awaited is None)
+        for step in steps
+    ]
     found: dict[int, float] = {}
     for index, step in enumerate(steps):
         c = step.collective
@@ -275,14 +303,15 @@ def _beside(steps: Sequence[Step], index: int, collective: Collective) -> Iterab
 
 
 def _share(spans: Iterable[Span]) -> Share:
-    compute = communication = overlappable = 0.0
+    compute = communication = overlappable = hidden = 0.0
     for span in spans:
         if span.lane == "compute":
             compute += span.seconds
         else:
             communication += span.seconds
             overlappable += span.overlappable
-    return Share(compute, communication, overlappable)
+            hidden += span.hidden
+    return Share(compute, communication, overlappable, hidden)
 
 
 def _by_phase(spans: Sequence[Span], phases: Iterable[str]) -> FrozenMap[Share]:

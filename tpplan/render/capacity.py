@@ -194,10 +194,10 @@ def _shares(runs: Sequence[DryRun]) -> list[charts.Line]:
         total = run.time.total
         whole = total.seconds or 1.0
         tp = float(run.compiled.tp)
-        every.append((tp, total.communication / whole))
-        exposed.append((tp, (total.communication - total.overlappable) / whole))
+        every.append((tp, total.exposed / whole))
+        exposed.append((tp, (total.exposed - total.overlappable) / whole))
     return [
-        charts.Line("first", "share of the step's time", tuple(every)),
+        charts.Line("first", "share of the step's time that is waited", tuple(every)),
         charts.Line("second", "of that, what could not run beside matmuls", tuple(exposed)),
     ]
 
@@ -234,13 +234,13 @@ def _scaling_table(runs: Sequence[DryRun], limit: float) -> Html:
         return "yes" if all(found) else "with checkpointing" if any(found) else "no"
 
     def part(run: DryRun) -> str:
-        return share(run.time.total.communication, run.time.total.seconds)
+        return share(run.time.total.exposed, run.time.total.seconds)
 
     columns = (
         Column("tp", lambda r: r.compiled.tp),
         modelled("step time", lambda r: duration(r.time.total.seconds)),
         modelled("communication", lambda r: duration(r.time.total.communication)),
-        modelled("share", part),
+        modelled("waited for", part),
         exact("sent per rank", lambda r: size(sum(c.bytes for c in r.collectives))),
         exact("parameters of a rank", lambda r: size(r.memory.parameters_per_rank)),
         tracked("peak memory", lambda r: peak(r, False)),

@@ -167,10 +167,11 @@ def _times(report: DryRun) -> Iterator[str]:
     phases = (f"{p.replace('_', ' ')} {duration(s.seconds)}" for p, s in time.phases.items())
     yield ", ".join(phases)
     if total.communication:
-        part = share(total.communication, total.seconds)
+        part = share(total.exposed, total.seconds)
         yield (
-            f"communication {duration(total.communication)} ({part}), of which "
-            f"{duration(total.overlappable)} could run beside matmuls"
+            f"communication {duration(total.communication)}, of which {duration(total.hidden)} are "
+            f"hidden and {duration(total.exposed)} waited for ({part}); "
+            f"{duration(total.overlappable)} more could run beside matmuls"
         )
     yield f"{share(time.utilisation, 1)} of the peak FLOP/s"
 

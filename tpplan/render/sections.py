@@ -92,16 +92,17 @@ def timeline(report: DryRun) -> Html:
         "What one rank does in ",
         tag("code", f"{stack}.{element.index}"),
         f", the element of median time among {layers[stack].count}, on {report.hardware.name}. "
-        "Forward and backward are drawn to the same scale. Nothing overlaps: what could run beside "
-        "matmuls is marked. ",
+        "Forward and backward are drawn to the same scale. Weight gradients are computed while "
+        "collectives of the backward pass are under way. ",
         badge("modelled"),
     )
     key = charts.legend(
         {
             "flops": "compute, bound by FLOPs",
             "moves": "compute, bound by memory",
-            "sends": "communication, exposed",
-            "hidden": "communication that could run beside matmuls",
+            "sends": "communication, waited for",
+            "could": "waited for, and could run beside matmuls",
+            "hidden": "communication that runs beside them",
         }
     )
     panels = (
@@ -112,7 +113,9 @@ def timeline(report: DryRun) -> Html:
 
 def _length(spans: Sequence[Span]) -> float:
     """From the start of the first to the end of the last."""
-    return spans[-1].start + spans[-1].seconds - spans[0].start if spans else 0.0
+    return max((s.start + s.seconds for s in spans), default=0.0) - min(
+        (s.start for s in spans), default=0.0
+    )
 
 
 def _panel(phase: str, spans: Sequence[Span], longest: float) -> Iterator[Html]:
@@ -128,11 +131,12 @@ def _panel(phase: str, spans: Sequence[Span], longest: float) -> Iterator[Html]:
 
     blocks = [_block(s, name(s), first) for s in spans]
     sent = sum(s.seconds for s in filter(sends, spans))
-    beside = sum(s.overlappable for s in spans)
+    hidden = sum(s.hidden for s in spans)
+    could = sum(s.overlappable for s in spans)
     total = _length(spans)
     described = f"{duration(total)}, of which communication {duration(sent)}"
     if sent:
-        described += f"; {duration(beside)} of that could run beside matmuls"
+        described += f"; {duration(hidden)} of that is hidden, {duration(could)} more could be"
     chart = charts.timeline(f"timeline-{phase}", f"{phase} of {where}", described, blocks, longest)
     yield tag("h3", f"{phase}: {described}")
     yield scrolling(f"timeline of the {phase} pass", tag("div", chart, class_="timeline"))
@@ -143,6 +147,7 @@ def _panel(phase: str, spans: Sequence[Span], longest: float) -> Iterator[Html]:
         modelled("starts", lambda s: duration(s.start - first)),
         modelled("takes", lambda s: duration(s.seconds)),
         Column("bound by", lambda s: s.bound),
+        modelled("hidden", lambda s: duration(s.hidden) if sends(s) else ""),
         modelled("could overlap", lambda s: duration(s.overlappable) if sends(s) else ""),
     )
     yield details(f"{phase} as a table", table(f"{phase} of {where}", columns, spans, stacked=True))
@@ -156,8 +161,8 @@ def _block(span: Span, name: str, first: float) -> charts.Block:
     if span.lane == "communication":
         kind = span.what.partition(" ")[0].replace("_", "-")
         labels = (f"{kind}: {name}", f"{kind}: {short}", kind)
-        exposed = span.seconds - span.overlappable
-        parts = (("sends", exposed), ("hidden", span.overlappable))
+        exposed = span.seconds - span.hidden - span.overlappable
+        parts = (("hidden", span.hidden), ("could", span.overlappable), ("sends", exposed))
     return charts.Block(
         span.start - first,
         span.lane,

@@ -166,7 +166,7 @@ def _flops(report: DryRun) -> Table:
 def _time(report: DryRun) -> Table:
     """Modelled seconds by phase, and of the typical layer."""
     time = report.time
-    columns = ("", "all", "compute", "sent", "could overlap", "sent ÷ compute")
+    columns = ("", "all", "compute", "sent", "hidden", "could overlap", "sent ÷ compute")
     table = _table(f"Time, modelled on {time.hardware}", *columns)
     rows = {phase.replace("_", " "): share for phase, share in time.phases.items()}
     for stack, layer in time.layers.items():
@@ -174,8 +174,9 @@ def _time(report: DryRun) -> Table:
             rows[f"{phase} of a layer of {stack} (×{layer.count})"] = share
     rows["step"] = time.total
     for name, share in rows.items():
-        times = (share.seconds, share.compute, share.communication, share.overlappable)
-        table.add_row(name, *map(duration, times), f"{share.ratio:.2f}")
+        times = (share.seconds, share.compute, share.communication, share.hidden)
+        own = map(duration, (*times, share.overlappable))
+        table.add_row(name, *own, f"{share.ratio:.2f}")
     return table
 
 

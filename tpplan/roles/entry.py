@@ -74,8 +74,7 @@ class Entry:
         if self.projections and x.dtype == torch.float32 and torch.is_autocast_enabled(device):
             # before it is sent: half the bytes, and one cast for all that read it
             dtype = torch.get_autocast_dtype(device)
-        # one weight's gradient is left to the backward gather of an exit that comes before
-        whole = gather_in(x, dim, length, self.transition, dtype, int(stream.left))
+        whole = gather_in(x, dim, length, self.transition, dtype)
         # other code may view it, as it could what it was given before
         whole = whole if self.projections else whole.contiguous()
         if stream.saves_rows and whole.requires_grad and not torch.compiler.is_compiling():

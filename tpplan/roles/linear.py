@@ -141,7 +141,6 @@ def reduced(
         for bias in biases:
             out = out + bias.to(out.dtype)
         return out
-    stream.left = True
     dim = min(stream.dim, partial.dim() - 2)
     shift = functools.reduce(torch.add, biases) if biases else None
     out = scatter_out(partial, dim, state.transition, shift)

@@ -51,6 +51,22 @@ def prepare(module: Lowered, summed_only: bool) -> None:
         make(jobs, summing_site(path))
 
 
+def hand_over_late(module: Lowered) -> None:
+    """Let the gradients of an element's weights wait for the collectives of the one before it.
+
+    In backward that one comes after it, and hides what is still to be computed of them.
+    """
+    stream = module._tpplan.stream
+    if torch.compiler.is_compiling() or compat.in_backward() or not torch.is_grad_enabled():
+        return
+    before, stream.started = stream.started, compat.sequence_number()
+    for _, own in members_of(module):
+        local = None if own.summed[0] else own.kept(0)
+        if local is not None and local.grad_fn is not None:
+            compat.run_after(local.grad_fn, stream.started if before is None else before)
+            return
+
+
 def called(module: Lowered) -> contextlib.AbstractContextManager[None]:
     """While ``module`` runs, which was called with no rewritten module around it that runs."""
     state = module._tpplan

@@ -133,6 +133,10 @@ class Own:
         """The local tensors of the module's parameters, in the order of ``names``."""
         return self._kept if self._is_current(module) else self._renewed(module)
 
+    def kept(self, index: int) -> torch.Tensor | None:
+        """The local tensor of a parameter that is kept for the next forwards, if there is one."""
+        return self._kept[index]  # type: ignore[no-any-return]
+
     def _is_current(self, module: nn.Module) -> bool:
         """Whether all that is kept is of what the module and its mates hold now."""
         parameters: Any = module._parameters

@@ -21,7 +21,7 @@ from tpplan.places import at, taken, with_at
 from tpplan.roles.draws import draws_in_training
 from tpplan.roles.logits import Logits
 from tpplan.roles.lowered import Lowered, looks
-from tpplan.roles.members import called, members_of, prepare
+from tpplan.roles.members import called, hand_over_late, members_of, prepare
 from tpplan.roles.narrow import narrowed
 from tpplan.roles.sequence import replaced, require_sequence
 
@@ -153,6 +153,7 @@ class InStack(Lowered):
         state = self._tpplan
         stream = state.stream
         prepare(self, summed_only=False)
+        hand_over_late(self)
         plan = state.plan.element
         assert plan is not None
         x = taken(plan.argument, args, kwargs)
@@ -180,7 +181,7 @@ class InStack(Lowered):
                 y = split(y, stream.dim, state.transition)
             args, kwargs = replaced(other, y, args, kwargs)
         start = stream.now()
-        stream.length, stream.left = length, False
+        stream.length = length
         try:
             out = self._tpplan_summing(*args, **kwargs)
         finally:

@@ -79,7 +79,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Step:
-    """Consecutive ops of one module, and the collective that ends them, if any.
+    """Consecutive ops of one module, and the collective, or the wait for one, that ends them.
 
     Attributes:
         phase: forward, backward or optimizer: when it runs; recomputation is backward.
@@ -91,6 +91,8 @@ class Step:
         net: bytes allocated less bytes freed; peak: the most that was allocated at once, over what
             was when the step began; gradients: bytes of ``net`` that are gradients of parameters,
             kept until the end.
+        later: whether more is done before its collective is waited for.
+        awaited: where it ends with the wait for such a one: how many were issued after that.
     """
 
     phase: str
@@ -103,6 +105,8 @@ class Step:
     peak: int = 0
     gradients: int = 0
     collective: Collective | None = None
+    later: bool = False
+    awaited: int | None = None
 
     @property
     def flops(self) -> int:

@@ -43,6 +43,8 @@ class _Open:
         self.phase, self.module, self.element = phase, module, element
         self.matmuls: Counter[Matmul] = Counter()
         self.moved = self.ops = self.net = self.peak = self.gradients = 0
+        self.later = False
+        self.awaited: int | None = None
 
     def closed(self, collective: Collective | None) -> Step:
         told = {**vars(self), "matmuls": tuple(self.matmuls.items())}
@@ -81,6 +83,9 @@ class Tracker(Recorder):
         self._aside, self._stack = _Aside(), contextlib.ExitStack()
         self._open = _Open("forward", "", None)
         self._closed: list[tuple[_Open, Collective | None]] = []
+        # the steps that issued collectives, and which it was of those that none has waited for
+        self._issues: list[_Open] = []
+        self._sent: dict[int, int] = {}
         self._storages: dict[int, tuple[weakref.ref[Any], int, _Open]] = {}
         # where the modules' calls begin, by the numbers of their autograd nodes
         self._numbers: list[int] = []
@@ -149,6 +154,7 @@ class Tracker(Recorder):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if func is torch.ops._c10d_functional.wait_tensor.default:
+            self._wait(args[0])
             return args[0]  # its fake would be another tensor
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # half of all that is asked, and never work
@@ -163,6 +169,9 @@ class Tracker(Recorder):
         for tensor in new:
             self._note(tensor.untyped_storage())
         if len(self.collectives) > before:
+            for tensor in made:
+                self._sent[memory_of(tensor)] = len(self._issues)
+            self._issues.append(self._open)
             self._close(self.collectives[-1])
         elif new or func._schema.is_mutable:
             self._count(func, args, kwargs or {}, out, [*given, *made])
@@ -177,9 +186,23 @@ class Tracker(Recorder):
 
     def _close(self, collective: Collective | None) -> None:
         step = self._open
-        if step.ops or step.net or step.peak or collective is not None:
+        ends = collective is not None or step.awaited is not None
+        if step.ops or step.net or step.peak or ends:
             self._closed.append((step, collective))
         self._open = _Open(step.phase, step.module, step.element)
+
+    def _wait(self, sent: torch.Tensor) -> None:
+        """Note where a collective is waited for, if not at once."""
+        number = self._sent.pop(memory_of(sent), None)
+        if number is None or self._aside.depth:
+            return
+        since = len(self._issues) - 1 - number
+        if since == 0 and not self._open.ops:
+            return
+        self._issues[number].later = True
+        self._enter_step()
+        self._open.awaited = since
+        self._close(None)
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size, step = storage._cdata, storage.nbytes(), self._open
