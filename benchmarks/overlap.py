@@ -1,0 +1,264 @@
+"""A training step of a slice of layers behind a slow link: waiting, deferring, keeping rows.
+
+Two gloo ranks of one thread each, whose collectives arrive when a link of a given bandwidth would
+have sent them: each is sent by gloo, and its ``wait`` returns no sooner. The bandwidth is chosen so
+that what is sent takes a given share of a step that waits. All ways live in the same processes and
+take turns; gradients of the ways that keep all are compared bit for bit before anything is timed.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _register_process_group
+
+import tpplan
+from benchmarks.blocks import Block
+from benchmarks.common import finish, on_ranks, option_parser, parse, table
+from benchmarks.host_overhead import RULES, Stack
+from tpplan.comm import products
+
+RANKS, LAYERS, WIDTH, HEADS, INNER = 2, 4, 512, 8, 1536
+SHARES = (0.3, 0.45, 0.6)
+BAR = 0.75
+SLOW = "slow"
+NEVER = 1 << 62
+
+
+class Arriving(dist.Work):
+    """A collective of gloo's that has arrived once the link has sent it, too."""
+
+    def __init__(self, work: Any, at: float) -> None:
+        super().__init__()
+        self._work, self._at = work, at
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Until both."""
+        self._work.wait()
+        time.sleep(max(0.0, self._at - time.perf_counter()))
+        return True
+
+
+class SlowLink(dist.ProcessGroup):
+    """Gloo's group, whose collectives go over one link of ``bandwidth`` bytes a second."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self._inner, self._free = inner, 0.0
+        self.bandwidth = float("inf")
+        self.sent = 0
+
+    def _arriving(self, work: Any, bytes_: int) -> Arriving:
+        self.sent += bytes_
+        self._free = max(time.perf_counter(), self._free) + bytes_ / self.bandwidth
+        return Arriving(work, self._free)
+
+    def _part(self, tensor: torch.Tensor) -> int:
+        whole = tensor.numel() * tensor.element_size()
+        return whole * (self.size() - 1) // self.size()
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Arriving:  # type: ignore[override]
+        """As of a group."""
+        work = self._inner.allreduce(tensors, opts) if opts else self._inner.allreduce(tensors)
+        return self._arriving(work, 2 * sum(map(self._part, tensors)))
+
+    def allgather_into_tensor_coalesced(
+        self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
+    ) -> Arriving:
+        """As of a group."""
+        (out,), (x,) = outs, xs
+        return self._arriving(self._inner._allgather_base(out, x), self._part(out))
+
+    def reduce_scatter_tensor_coalesced(
+        self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
+    ) -> Arriving:
+        """As of a group."""
+        (out,), (x,) = outs, xs
+        return self._arriving(self._inner._reduce_scatter_base(out, x), self._part(x))
+
+    def getBackendName(self) -> str:
+        """Its name."""
+        return "slow"
+
+
+@dataclass
+class Way:
+    """A model on this rank, and from how many multiplications on it defers."""
+
+    module: nn.Module
+    worth: int
+
+    def step(self, x: torch.Tensor, grad: torch.Tensor) -> tuple[float, float]:
+        """Seconds of forward and of backward."""
+        self.module.zero_grad()
+        products.WORTH = self.worth
+        dist.barrier()
+        start = time.perf_counter()
+        y = self.module(x.detach().requires_grad_())
+        middle = time.perf_counter()
+        y.backward(grad)
+        return middle - start, time.perf_counter() - middle
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of this rank's parameters."""
+        return [p.grad.to_local().clone() for p in self.module.parameters()]  # type: ignore[union-attr, attr-defined]
+
+
+def slow_mesh() -> tuple[DeviceMesh, SlowLink]:
+    """The two ranks as a mesh whose group is a slow link."""
+    inner = dist.new_group(list(range(RANKS)), backend="gloo")
+    assert isinstance(inner, dist.ProcessGroup)
+    link = SlowLink(inner)
+    link._set_group_name(SLOW)
+    link._set_group_desc("mesh_tp")
+    _register_process_group(SLOW, link)
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    return mesh, link
+
+
+def ways(mesh: DeviceMesh, link: SlowLink, sp: bool) -> dict[str, Way]:
+    """The same layers in each way."""
+    saves = {"waiting": "gathered", "deferring": "gathered"} | (
+        {"rows kept": "shard"} if sp else {}
+    )
+    made = {}
+    for name, save in saves.items():
+        torch.manual_seed(0)
+        stack: Any = Stack(Block(WIDTH, HEADS, INNER) for _ in range(LAYERS))
+        rules = {f"layers.*.{path}": style for path, style in RULES.items()}
+        module = tpplan.parallelize(
+            stack,
+            {"tpplan": 1, "rules": rules},
+            mesh=mesh,
+            sequence_parallel=sp,
+            inputs=torch.zeros(1, 16, WIDTH),
+            prove=False,
+            save=save,
+        )
+        over(module, link)
+        made[name] = Way(module, NEVER if name == "waiting" else 0)
+    return made
+
+
+def over(module: nn.Module, link: SlowLink) -> None:
+    """Have the model's collectives go over ``link``."""
+    import dataclasses
+
+    from tpplan.comm import Group
+
+    slow = None
+    for part in module.modules():
+        state = vars(part).get("_tpplan")
+        if state is None:
+            continue
+        if slow is None:
+            slow = dataclasses.replace(state.stream.group, name=SLOW)
+            assert isinstance(slow, Group)
+            state.stream.group = slow
+        state.transition = dataclasses.replace(state.transition, group=slow)
+        for entry in state.entries:
+            entry.transition = dataclasses.replace(entry.transition, group=slow)
+        state.own.group = slow
+
+
+def measure(sp: bool, share: float, sequence: int, rounds: int) -> dict[str, Any]:
+    """On a rank: the median seconds of forward and backward of each way, and without the link."""
+    mesh, link = slow_mesh()
+    made = ways(mesh, link, sp)
+    torch.manual_seed(1)
+    x, grad = torch.randn(2, 1, sequence, WIDTH).unbind(0)
+    for way in made.values():
+        way.step(x, grad)
+    link.sent = 0
+    made["waiting"].step(x, grad)
+    sent = link.sent
+    due = made["waiting"].gradients()
+    made["deferring"].step(x, grad)
+    equal = all(map(torch.equal, due, made["deferring"].gradients()))
+
+    def medians(names: Sequence[str]) -> dict[str, tuple[float, float]]:
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        for _ in range(rounds):
+            for name in names:
+                times[name].append(_slowest(made[name].step(x, grad)))
+        return {
+            name: (
+                statistics.median(f for f, _ in found),
+                statistics.median(b for _, b in found),
+            )
+            for name, found in times.items()
+        }
+
+    computing = medians(["waiting"])["waiting"]
+    # sent / bandwidth = share of (computing + sent / bandwidth)
+    link.bandwidth = sent * (1 - share) / (share * sum(computing))
+    return {
+        "computing": computing,
+        "sent_s": sent / link.bandwidth,
+        "ways": medians(list(made)),
+        "equal": equal,
+    }
+
+
+def _slowest(times: tuple[float, float]) -> tuple[float, float]:
+    worst = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    forward, backward = worst.tolist()
+    return forward, backward
+
+
+def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
+    """A way a row: milliseconds, what is exposed, and over the way that waits."""
+    alone, waiting = sum(found["computing"]), found["ways"]["waiting"]
+    rows = []
+    for name, (forward, backward) in found["ways"].items():
+        step = forward + backward
+        rows.append(
+            [
+                name,
+                f"{step * 1e3:.0f}",
+                f"{backward * 1e3:.0f}",
+                f"{(step - alone) * 1e3:.0f}",
+                f"{step / sum(waiting):.2f}",
+                f"{backward / waiting[1]:.2f}",
+            ]
+        )
+    return rows
+
+
+def main() -> int:
+    """Measure, print; the exit status."""
+    parser = option_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="turns each way takes")
+    parser.add_argument("--sequence", type=int, default=512, help="tokens")
+    options = parse(parser)
+    figures: dict[str, Any] = {}
+    missed: list[str] = []
+    run: Callable[..., Any] = measure
+    for mode, sp in {"TP": False, "TP+SP": True}.items():
+        for share in SHARES:
+            found = on_ranks(run, RANKS, sp, share, options.sequence, options.rounds)
+            figures[f"{mode} {share}"] = found
+            what = f"{mode}, {share:.0%} sent"
+            heads = [what, "step ms", "backward", "exposed", "step ÷ waiting", "backward ÷ waiting"]
+            print(table(heads, rows_of(found)) + "\n")
+            if not found["equal"]:
+                missed.append(f"{what}: gradients are not bitwise equal")
+            ratio = found["ways"]["deferring"][1] / found["ways"]["waiting"][1]
+            if ratio > BAR:
+                missed.append(f"{what}: backward {ratio:.2f} of waiting > {BAR}")
+    return finish(options, figures, missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""A step with weight gradients deferred beside the same step waiting for each collective."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import tpplan
+from benchmarks import zoo
+from tests.compare import Errors, Findings
+from tpplan import compat
+from tpplan.comm import deferred, products
+from tpplan.simulate.recorder import KINDS, Recorder
+
+NEVER = 1 << 62
+LENGTHS = ((1, 8), (3, 7))
+
+
+@contextlib.contextmanager
+def worth(least: int) -> Iterator[None]:
+    """From so many multiplications on, gradients are deferred."""
+    before, products.WORTH = products.WORTH, least
+    try:
+        yield
+    finally:
+        products.WORTH = before
+
+
+def step(model: Any, batch: int, length: int, **options: Any) -> dict[str, torch.Tensor]:
+    """Every gradient of this rank."""
+    model.zero_grad()
+    ids = torch.randint(3, zoo.VOCAB, (batch, length), generator=torch.Generator().manual_seed(7))
+    logits = model(input_ids=ids, use_cache=False).logits
+    weights = torch.linspace(-1, 1, logits.numel()).view(logits.shape)
+    (logits * weights).sum().backward(**options)
+    return {
+        name: compat.local_of(p.grad).clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def differing(due: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> list[str]:
+    """The names of gradients that are not bitwise equal."""
+    names = dict.fromkeys((*due, *got))
+    return [n for n in names if n not in due or n not in got or not torch.equal(due[n], got[n])]
+
+
+def sharded(name: str, mesh: DeviceMesh, sp: bool, save: str = "gathered") -> nn.Module:
+    """A model of the zoo on this rank, the same on all."""
+    torch.manual_seed(0)
+    model = zoo.tiny(name)
+    options: dict[str, Any] = {"sequence_parallel": sp, "prove": False, "save": save}
+    return tpplan.parallelize(model, "auto", mesh=mesh, **options)
+
+
+def bitwise_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
+    """Gradients of both ways, of several batches and lengths, bit for bit."""
+    found = Findings()
+    model = sharded(name, mesh, sp)
+    for batch, length in LENGTHS:
+        with worth(NEVER):
+            due = step(model, batch, length)
+        with worth(0):
+            got = step(model, batch, length)
+        found.add(f"{batch} x {length}", 0.0 if not differing(due, got) else 1.0)
+    return found.errors
+
+
+def shard_job(mesh: DeviceMesh, name: str) -> Errors:
+    """Keeping rows gives the gradients of keeping all, with so many all-gathers more."""
+    found = Findings()
+    counts: dict[str, list[str]] = {}
+    grads: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+    for save in ("gathered", "shard"):
+        model = sharded(name, mesh, True, save)
+        for batch, length in LENGTHS:
+            recorder = Recorder()
+            with recorder:
+                grads[save, batch] = step(model, batch, length)
+            counts[save] = sorted(c.kind for c in recorder.collectives)
+    for batch, _ in LENGTHS:
+        differ = differing(grads["gathered", batch], grads["shard", batch])
+        found.add(f"batch {batch}: {differ}", float(bool(differ)))
+    layers = len(model.get_submodule("model.layers"))  # type: ignore[arg-type]
+    more = len(counts["shard"]) - len(counts["gathered"])
+    found.add("2 L + 1 gathers more", abs(more - (2 * layers + 1)))
+    return found.errors
+
+
+class Order(Recorder):
+    """Collectives, waits and matmuls in the order in which they are done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = KINDS.get(func._schema.name)
+        if kind is not None:
+            self.events.append(kind)
+        elif func is torch.ops._c10d_functional.wait_tensor.default:
+            self.events.append("wait")
+        elif func is torch.ops.aten.mm.default and args[0].t().is_contiguous():
+            self.events.append("weight")  # of the transposed gradient and the input
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+STARTS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+def order_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
+    """Between the start of backward's collectives and their waits lie weight gradients.
+
+    Not where none is deferred yet: the head's own is handed over at once, and comes before the exit
+    of the last layer. Nor beside the sum of gradients of replicated parameters.
+    """
+    found = Findings()
+    model = sharded("llama", mesh, sp, save)
+    step(model, 1, 8)
+    with worth(0), Order() as order:
+        logits = model(input_ids=torch.arange(8)[None], use_cache=False).logits
+        del order.events[:]
+        logits.sum().backward()
+    pairs = list(itertools.pairwise(order.events))
+    bare = [kind for kind, after in pairs if kind in STARTS and after == "wait"]
+    due = ["reduce_scatter", "all_gather", "all_reduce"] if sp else ["all_reduce"]
+    if save == "shard":  # the head's input, again: beside its gradient, which is no weight's
+        due = ["all_gather", *due]
+    found.add(f"waited for at once: {bare} of {order.events}", float(bare != due))
+    return found.errors
+
+
+def events_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
+    """What may happen to a backward pass; each time the gradients are those of a fresh one."""
+    found = Findings()
+    model: Any = sharded("llama", mesh, sp, save)
+    with worth(0):
+        due = step(model, 2, 8)
+
+        class Stop(Exception):
+            pass
+
+        def stop(*_: Any) -> None:
+            raise Stop
+
+        handle = model.model.layers[0].self_attn.q_proj.weight.register_hook(stop)
+        with contextlib.suppress(Stop):
+            step(model, 2, 8)
+        handle.remove()
+        found.add("after an exception", float(bool(differing(due, step(model, 2, 8)))))
+
+        model.zero_grad()
+        ids = torch.randint(3, zoo.VOCAB, (2, 8), generator=torch.Generator().manual_seed(7))
+        logits = model(input_ids=ids, use_cache=False).logits
+        weights = torch.linspace(-1, 1, logits.numel()).view(logits.shape)
+        loss = (logits * weights).sum()
+        some = [
+            model.model.layers[1].mlp.up_proj.weight,
+            model.model.layers[0].mlp.down_proj.weight,
+        ]
+        for parameter, grad in zip(
+            some, torch.autograd.grad(loss, some, retain_graph=True), strict=True
+        ):
+            name = next(n for n, p in model.named_parameters() if p is parameter)
+            found.add(f"of {name} alone", float(not torch.equal(compat.local_of(grad), due[name])))
+        loss.backward()
+        got = {n: compat.local_of(p.grad).clone() for n, p in model.named_parameters()}
+        found.add("of a graph that was retained", float(bool(differing(due, got))))
+
+        first = torch.autograd.grad(
+            (model(input_ids=ids, use_cache=False).logits * weights).sum(), some, create_graph=True
+        )
+        for one, parameter in zip(first, some, strict=True):
+            name = next(n for n, p in model.named_parameters() if p is parameter)
+            near = torch.allclose(compat.local_of(one), due[name], rtol=1e-4, atol=1e-5)
+            found.add(f"differentiably of {name}", float(not near))
+            found.add(f"{name} can be differentiated", float(not one.requires_grad))
+
+        with torch.autograd.set_detect_anomaly(True):
+            found.add("anomaly mode", float(bool(differing(due, step(model, 2, 8)))))
+
+        model.model.layers[0].mlp.gate_proj.weight.requires_grad_(False)
+        got = step(model, 2, 8)
+        found.add("a frozen one", float("model.layers.0.mlp.gate_proj.weight" in got))
+        model.model.layers[0].mlp.gate_proj.weight.requires_grad_(True)
+        found.add("thawed", float(bool(differing(due, step(model, 2, 8)))))
+        found.add("left behind", float(_left(model)))
+    return found.errors
+
+
+def _left(model: nn.Module) -> int:
+    """How many deferred gradients nobody took."""
+    return sum(
+        len(waiting)
+        for waiting in deferred._waiting.values()
+        if waiting
+        and any(
+            found() is not None and found()._of is not None
+            for found in waiting  # type: ignore[union-attr]
+        )
+    )
+
+
+def autocast_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
+    """Under autocast, bit for bit as products that are not deferred."""
+    found = Findings()
+    model = sharded("llama", mesh, sp, save)
+    grads = []
+    for least in (NEVER, 0):
+        with worth(least), torch.autocast("cpu", torch.bfloat16):
+            grads.append(step(model, 2, 8))
+    found.add("bfloat16", float(bool(differing(*grads))))
+    return found.errors
+
+
+def recomputed_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
+    """Both activation checkpointings, bit for bit as without."""
+    found = Findings()
+    model: Any = sharded("llama", mesh, sp, save)
+    with worth(0):
+        due = step(model.train(), 2, 8)
+        for reentrant in (False, True):
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            got = step(model, 2, 8)
+            found.add(f"use_reentrant={reentrant}", float(bool(differing(due, got))))
+        model.gradient_checkpointing_disable()
+        for layer in model.model.layers:
+            inner = layer.mlp.forward
+            layer.mlp.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+        found.add("the MLP alone", float(bool(differing(due, step(model, 2, 8)))))
+    return found.errors
+
+
+def copied_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
+    """Two copies in turns, each with a backward of the other in between."""
+    found = Findings()
+    model: Any = sharded("llama", mesh, sp, save)
+    with worth(0):
+        due = step(model, 2, 8)
+        twin = copy.deepcopy(model)
+        found.add("a copy", float(bool(differing(due, step(twin, 2, 8)))))
+        found.add("the first one again", float(bool(differing(due, step(model, 2, 8)))))
+    return found.errors

@@ -1,0 +1,45 @@
+"""Weight gradients beside collectives, and shards in the place of gathered inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.compare import beyond
+from tests.ranks import Ranks
+from tests.rewrite import MODES, SIZES, overlap
+
+# one of each kind of product: plain, Conv1D, packed, reduced together, experts with a router
+MODELS = ("llama", "gpt2", "phi3", "falcon", "qwen2_moe", "gpt_oss")
+WAYS = pytest.mark.parametrize(
+    ("sp", "save"),
+    [(False, "gathered"), (True, "gathered"), (True, "shard")],
+    ids=["tp", "tp+sp", "tp+sp, rows kept"],
+)
+
+
+@MODES
+@SIZES
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.matrix
+def test_bitwise(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, overlap.bitwise_job, name, sp))
+
+
+@SIZES
+def test_rows_kept(ranks: Ranks, tp: int) -> None:
+    assert not beyond(ranks.run(tp, overlap.shard_job, "llama"))
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "job", [overlap.events_job, overlap.autocast_job, overlap.recomputed_job, overlap.copied_job]
+)
+def test_life(ranks: Ranks, job: Any, sp: bool, save: str) -> None:
+    assert not beyond(ranks.run(2, job, sp, save))
+
+
+@WAYS
+def test_order(ranks: Ranks, sp: bool, save: str) -> None:
+    assert not beyond(ranks.run(2, overlap.order_job, sp, save))
