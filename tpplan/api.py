@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ def parallelize(
     src_data_rank: int | None = 0,
     prove: bool = True,
     save: str | None = None,
+    recompute: Iterable[str] | None = None,
 ) -> nn.Module:
     """Shard ``model`` in place as ``plan`` says, and return it.
 
@@ -67,6 +68,8 @@ def parallelize(
             ranks and numbers of its own; see docs/proved.md.
         save: overrides the plan's: "gathered", or "shard", which keeps a rank's rows of what
             column-parallel layers were given under sequence parallelism, and gathers it again.
+        recompute: overrides the plan's: of "norms" and "activations", what is computed again in
+            backward; where fused kernels compute it.
 
     Raises:
         PlanError: with every problem of the plan, the model and their fit.
@@ -81,7 +84,7 @@ def parallelize(
     tp = 1 if tp_mesh is None else tp_mesh.size()
 
     def compile_here() -> CompiledPlan:
-        loaded = load_plan(plan, adapted_model(model)).saving(save)
+        loaded = load_plan(plan, adapted_model(model)).keeping(save, recompute)
         return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs, ep)
 
     words = {"prove": prove, "src_data_rank": src_data_rank}
@@ -120,6 +123,7 @@ def dry_run(
     hardware: HardwareSource | None = None,
     compare: bool = False,
     save: str | None = None,
+    recompute: Iterable[str] | None = None,
 ) -> Report:
     """What ``plan`` does to ``model`` on ``tp`` ranks: placements, collectives, memory, time.
 
@@ -142,7 +146,7 @@ def dry_run(
             None for h100-nvlink.
         compare: whether other tps, and plain TP beside TP+SP, are run as well, for the bars and
             curves of ``to_html()``.
-        save: as of ``parallelize``.
+        save, recompute: as of ``parallelize``.
 
     Raises:
         PlanError: as ``parallelize`` does, and where there is no such hardware.
@@ -157,7 +161,7 @@ def dry_run(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, batch, seq)
-    loaded = load_plan(plan, adapted_model(model)).saving(save)
+    loaded = load_plan(plan, adapted_model(model)).keeping(save, recompute)
     setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs, ep)
     timed_on = cost.load_hardware(hardware or cost.DEFAULT)
     found = cost.dry_run(model, setting, batch, seq, training, fold, timed_on)
@@ -181,6 +185,7 @@ def advise(
     checkpointing: bool = False,
     hardware: HardwareSource | None = None,
     save: str | None = None,
+    recompute: Iterable[str] | None = None,
     told: Callable[[str], None] = lambda _: None,
 ) -> Advice:
     """How to share out ``gpus`` GPUs for training ``model``: what fits, what is fastest, and why.
@@ -209,7 +214,7 @@ def advise(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, micro_batch, seq)
-    loaded = load_plan(plan, adapted_model(model)).saving(save)
+    loaded = load_plan(plan, adapted_model(model)).keeping(save, recompute)
     setting = cost.Setting(loaded, 1, None, kernels, inputs)
     task = cost.Task(gpus or timed_on.node, batch, seq, micro_batch)
     return Advice.of(cost.advise(model, setting, task, training, timed_on, told))
@@ -268,6 +273,7 @@ def verify(
     tolerance: float = 1e-5,
     seed: int = 0,
     save: str | None = None,
+    recompute: Iterable[str] | None = None,
 ) -> Verification:
     """Prove ``plan`` numerically: ``tp`` ranks against the unsharded model, every gradient.
 
@@ -287,7 +293,7 @@ def verify(
         tolerance: of max|difference| / max|reference| of the outputs, and of the gradients'
             max|difference| / max(max|g|, 1e-3 of the largest |g| in the model).
         seed: of the inputs, the objective's weights and what is stirred.
-        save: as of ``parallelize``.
+        save, recompute: as of ``parallelize``.
 
     Raises:
         PlanError: as ``parallelize`` does; and where Triton's kernels are asked for, and not its
@@ -295,7 +301,7 @@ def verify(
         VerificationError: naming the first module whose output or gradient differs.
     """
     model = make_model if isinstance(make_model, nn.Module) else make_model()
-    loaded = load_plan(plan, adapted_model(model)).saving(save)
+    loaded = load_plan(plan, adapted_model(model)).keeping(save, recompute)
     wanted = implementations(loaded.kernels, kernels)
     if "triton" in wanted.values() and not interpreted():
         message = "kernels: verify runs on the CPU, and Triton's run there in its interpreter only"

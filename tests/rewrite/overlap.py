@@ -250,3 +250,28 @@ def copied_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
         found.add("a copy", float(bool(differing(due, step(twin, 2, 8)))))
         found.add("the first one again", float(bool(differing(due, step(model, 2, 8)))))
     return found.errors
+
+
+def remade_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
+    """What fused kernels make, made again in backward, gives the gradients of what is kept."""
+    found = Findings()
+    grads = []
+    saves = ["gathered", "shard"] if sp else ["gathered"]
+    for save in saves:
+        for recompute in ((), ("norms", "activations")):
+            torch.manual_seed(0)
+            model = tpplan.parallelize(
+                zoo.tiny(name),
+                "auto",
+                mesh=mesh,
+                sequence_parallel=sp,
+                kernels="triton",
+                save=save,
+                recompute=recompute,
+                prove=False,
+            )
+            with worth(0):
+                grads.append(step(model, 2, 7))
+    for i, got in enumerate(grads[1:], 1):
+        found.add(f"way {i}", float(bool(differing(grads[0], got))))
+    return found.errors

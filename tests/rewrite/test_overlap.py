@@ -43,3 +43,9 @@ def test_life(ranks: Ranks, job: Any, sp: bool, save: str) -> None:
 @WAYS
 def test_order(ranks: Ranks, sp: bool, save: str) -> None:
     assert not beyond(ranks.run(2, overlap.order_job, sp, save))
+
+
+@MODES
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_remade(ranks: Ranks, name: str, sp: bool) -> None:
+    assert not beyond(ranks.run(2, overlap.remade_job, name, sp))

@@ -12,12 +12,11 @@ after every product that took its tensors, so that no gradient is ever left behi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tpplan import compat
-from tpplan.comm.collectives import Handle
 
 # on a local tensor: the account of what made it, and its number there
 ACCOUNT = "_tpplan_account"
@@ -26,25 +25,25 @@ ACCOUNT = "_tpplan_account"
 _PASSES = 8
 
 
-class Regathered:
-    """An input of products that is gathered again for their weights' gradients."""
+class Later:
+    """An input of products that is made, or gathered, again for their weights' gradients."""
 
-    __slots__ = ("__weakref__", "_handle", "_whole")
+    __slots__ = ("__weakref__", "_how", "_whole")
 
-    def __init__(self, handle: Handle) -> None:
-        self._handle: Handle | None = handle
+    def __init__(self, how: Callable[[], torch.Tensor]) -> None:
+        self._how: Callable[[], torch.Tensor] | None = how
         self._whole: torch.Tensor | None = None
 
     def whole(self) -> torch.Tensor:
         """All of it, once it has arrived."""
-        if self._handle is not None:
-            self._whole, self._handle = self._handle.wait(), None
+        if self._how is not None:
+            self._whole, self._how = self._how(), None
         assert self._whole is not None
         return self._whole
 
 
 # a product's gradient, its input, and whether its weight is (in, out); the weight
-Of = tuple[torch.Tensor, torch.Tensor | Regathered, bool, torch.Tensor]
+Of = tuple[torch.Tensor, torch.Tensor | Later, bool, torch.Tensor]
 
 
 class Deferred:
@@ -68,7 +67,7 @@ class Deferred:
         """The gradient, of the weight's shape and dtype; what it is made of is let go."""
         if self._of is not None:
             grad, x, transposed, weight = self._of
-            x = x.whole() if isinstance(x, Regathered) else x
+            x = x if isinstance(x, torch.Tensor) else x.whole()
             self._value = weight_gradient(grad, x, transposed).to(weight.dtype)
             self._of = None
         assert self._value is not None

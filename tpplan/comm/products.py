@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,47 +12,70 @@ import torch.nn.functional as F
 from tpplan import compat
 from tpplan.comm.collectives import Group, Site, start_all_gather
 from tpplan.comm.conjugates import Transition, gather_in
-from tpplan.comm.deferred import ACCOUNT, Account, Regathered, defer, weight_gradient
+from tpplan.comm.deferred import ACCOUNT, Account, Later, defer, weight_gradient
 
 # from how many multiplications on a weight's gradient is deferred: the host needs about 15
 # microseconds more for it, in which a core computes some millions of them
 WORTH = 1 << 24
-# on a gathered tensor: what it was gathered from
+# on a gathered tensor: what it was gathered from; on any: what it was computed of
 _ROWS = "_tpplan_rows"
+_MADE = "_tpplan_made"
 
 
-@dataclass
-class Again:
-    """How an input is gathered a second time, in backward: once for all products that took it.
+class _Once:
+    """What is made at most once in a backward pass, for all products that wait for it."""
 
-    Attributes:
-        dim, length: along which, and how long it is then.
-        dtype: that was gathered, where it is not that of the rows.
-        current: what the backward pass of number ``task`` has gathered, while it is waited for.
-    """
+    def __init__(self) -> None:
+        self._task = -1
+        self._current: weakref.ref[Later] | None = None
 
-    group: Group
-    site: Site
-    dim: int
-    length: int
-    dtype: torch.dtype | None
-    task: int = -1
-    current: weakref.ref[Regathered] | None = field(default=None)
-
-    def start(self, rows: torch.Tensor) -> Regathered:
-        """Begin to gather ``rows``, where no product of this backward pass has."""
+    def get(self, start: Callable[[], Callable[[], torch.Tensor]]) -> Later:
+        """It, begun with ``start``, which gives what waits for it, where no product has."""
         task = compat.backward_pass()
-        found = None if self.current is None or self.task != task else self.current()
+        found = None if self._current is None or self._task != task else self._current()
         if found is None:
-            rows = rows if self.dtype is None else rows.to(self.dtype)
-            found = Regathered(start_all_gather(rows, self.dim, self.length, self.group, self.site))
-            self.task, self.current = task, weakref.ref(found)
+            found = Later(start())
+            self._task, self._current = task, weakref.ref(found)
         return found
+
+
+class Again(_Once):
+    """How an input is gathered a second time, in backward."""
+
+    def __init__(
+        self, group: Group, site: Site, dim: int, length: int, dtype: torch.dtype | None
+    ) -> None:
+        """``dtype``: that was gathered, where it is not that of the rows."""
+        super().__init__()
+        self._group, self._site, self._dtype = group, site, dtype
+        self._along = dim, length
+
+    def start(self, rows_of: Callable[[], torch.Tensor]) -> Later:
+        """Begin to gather the rows."""
+
+        def begin() -> Callable[[], torch.Tensor]:
+            rows = rows_of()
+            rows = rows if self._dtype is None else rows.to(self._dtype)
+            return start_all_gather(rows, *self._along, self._group, self._site).wait
+
+        return self.get(begin)
 
     def differentiably(self, rows: torch.Tensor) -> torch.Tensor:
         """All of it, at once, for a backward that is itself differentiated."""
-        transition = Transition(self.group, self.site, self.site)
-        return gather_in(rows, self.dim, self.length, transition, self.dtype)
+        transition = Transition(self._group, self._site, self._site)
+        return gather_in(rows, *self._along, transition, self._dtype)
+
+
+class Recipe(_Once):
+    """How an input is computed a second time, in backward."""
+
+    def __init__(self, how: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.how = how
+
+    def start(self, of: Sequence[torch.Tensor | None]) -> Later:
+        """Compute it of these, when it is asked for."""
+        return self.get(lambda: lambda: self.how(*of))
 
 
 class _Rows(NamedTuple):
@@ -64,6 +87,29 @@ class _Rows(NamedTuple):
 def keep_rows(whole: torch.Tensor, rows: torch.Tensor, again: Again) -> None:
     """Have products that are given ``whole`` keep the ``rows`` it was gathered from, not itself."""
     setattr(whole, _ROWS, _Rows(rows, again, (rows._version, whole._version)))
+
+
+class _Made(NamedTuple):
+    recipe: Recipe
+    of: tuple[torch.Tensor | None, ...]
+    version: int
+
+
+def keep_origin(
+    x: torch.Tensor, how: Callable[..., torch.Tensor], *of: torch.Tensor | None
+) -> torch.Tensor:
+    """``x``; products that are given it keep what it was computed ``of``, and compute it again."""
+    if not torch.compiler.is_compiling():
+        setattr(x, _MADE, _Made(Recipe(how), of, x._version))
+    return x
+
+
+def same_origin(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """``x``, which has the values of ``of``, and so its origin."""
+    made: _Made | None = getattr(of, _MADE, None)
+    if made is not None and made.version == of._version:
+        setattr(x, _MADE, made._replace(version=x._version))
+    return x
 
 
 def product(
@@ -80,16 +126,29 @@ def product(
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         account = getattr(weight, ACCOUNT, None)
         if account is not None and x.dim() > 1:
-            kept = getattr(x, _ROWS, None)
-            if kept is not None and kept.versions != (kept.rows._version, x._version):
-                kept = None
+            given, rows, made = _kept(x)
             large = x.numel() * weight.size(-1 if transposed else 0) >= WORTH
-            if large or kept is not None:
+            if large or rows is not None or made is not None:
                 device = x.device.type
                 if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
                     x = x.to(torch.get_autocast_dtype(device))
-                return _Product.apply(x, weight, bias, transposed, account, kept)  # type: ignore[no-any-return, no-untyped-call]
+                    given = x if rows is None and made is None else given
+                again = None if rows is None else rows.again
+                recipe, of = (None, (given,)) if made is None else (made.recipe, made.of)
+                return _Product.apply(x, weight, bias, transposed, account, again, recipe, of)  # type: ignore[no-any-return, no-untyped-call]
     return F.linear(x, weight.t() if transposed else weight, bias)
+
+
+def _kept(x: torch.Tensor) -> tuple[torch.Tensor, _Rows | None, _Made | None]:
+    """What backward needs of ``x``: it or its rows; these rows; what either was computed of."""
+    rows: _Rows | None = getattr(x, _ROWS, None)
+    if rows is not None and rows.versions != (rows.rows._version, x._version):
+        rows = None
+    given = x if rows is None else rows.rows
+    made: _Made | None = getattr(given, _MADE, None)
+    if made is not None and made.version != given._version:
+        made = None
+    return given, rows, made
 
 
 class _Product(torch.autograd.Function):
@@ -101,33 +160,46 @@ class _Product(torch.autograd.Function):
         bias: torch.Tensor | None,
         transposed: bool,
         account: tuple[Account, int],
-        kept: _Rows | None,
+        again: Again | None,
+        recipe: Recipe | None,
+        of: tuple[torch.Tensor | None, ...],
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.again = None if kept is None else kept.again
-        ctx.save_for_backward(x if kept is None else kept.rows, weight)
-        ctx.transposed, ctx.account = transposed, account
+        ctx.save_for_backward(weight, *of)
+        ctx.transposed, ctx.account, ctx.again, ctx.recipe = transposed, account, again, recipe
         return F.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if grad is None:
-            return (None,) * 6
-        x, weight = ctx.saved_tensors
-        transposed, again = ctx.transposed, ctx.again
-        recorded = compat.differentiates_backward()
-        if again is not None:  # before anything is computed, beside which it arrives
-            x = again.differentiably(x) if recorded else again.start(x)
+            return (None,) * 8
+        weight, *of = ctx.saved_tensors
+        x = None if compat.differentiates_backward() else _given(ctx, of)
         for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
             # autocast, which is over, made the product of another dtype than the weight's
             cast = weight if weight.dtype == grad.dtype else weight.to(grad.dtype)
-            for_x = grad @ (cast.t() if transposed else cast)
+            for_x = grad @ (cast.t() if ctx.transposed else cast)
         if ctx.needs_input_grad[2]:
             for_bias = grad.reshape(-1, grad.size(-1)).sum(0)
-        if recorded:
-            for_weight = weight_gradient(grad, x, transposed)
+        if x is None:
+            for_weight = weight_gradient(grad, _differentiable(ctx, of), ctx.transposed)
         else:
             account, index = ctx.account
-            defer(account, index, (grad, x, transposed, weight))
-        return for_x, for_weight, for_bias, None, None, None
+            defer(account, index, (grad, x, ctx.transposed, weight))
+        return for_x, for_weight, for_bias, None, None, None, None, None
+
+
+def _given(ctx: Any, of: list[torch.Tensor]) -> torch.Tensor | Later:
+    """The product's input, or what makes it; a second gather begins before anything is computed."""
+    recipe: Recipe | None = ctx.recipe
+    if ctx.again is not None:
+        again: Again = ctx.again
+        return again.start(lambda: of[0] if recipe is None else recipe.how(*of))
+    return of[0] if recipe is None else recipe.start(of)
+
+
+def _differentiable(ctx: Any, of: list[torch.Tensor]) -> torch.Tensor:
+    """The product's input, as a function of what was saved of it."""
+    x: torch.Tensor = of[0] if ctx.recipe is None else ctx.recipe.how(*of)
+    return x if ctx.again is None else ctx.again.differentiably(x)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -77,6 +77,7 @@ class Stream:
             runs others is called by the user; None where none is.
         started: the number of the autograd node with which the element that ran last began.
         saves_rows: whether products keep a rank's rows of what was gathered for them.
+        recomputed: what is computed again in backward, in the place of being kept for products.
         parts: of the element that runs, None where its layers are reduced one by one.
         whole_results: whether the user is given full tensors only, no sharded logits.
         randomness: the random sequences of this rank.
@@ -92,6 +93,7 @@ class Stream:
         dim: int,
         fused: frozenset[str] = frozenset(),
         saves_rows: bool = False,
+        recomputed: Iterable[str] = (),
     ) -> None:
         self.mesh = mesh
         self.fused = fused
@@ -100,6 +102,7 @@ class Stream:
         self.dim = dim
         self.whole_results = True
         self.saves_rows = saves_rows
+        self.recomputed = frozenset(recomputed)
         self.randomness = Randomness(self.group.rank, mesh.device_type)
         site = Site("", "the stream, gathered")
         self.source = Source(self.group, site, self.randomness, Sharded)

@@ -21,6 +21,7 @@ from tpplan.language.styles import (
     KERNEL_CHOICES,
     KERNEL_KINDS,
     KEYS,
+    RECOMPUTE_CHOICES,
     REMOVE,
     SAVE_CHOICES,
     STYLES,
@@ -121,6 +122,7 @@ class _PlanReader(Values):
             "sequence_parallel": self.flag,
             "layers": self.pattern,
             "sequence_dim": lambda node, what: self.whole(node, what, 0),
+            "recompute": self.recomputed,
             "save": lambda node, what: self.choice(node, what, SAVE_CHOICES),
         }
         found = {key: self.entry(key, read) for key, read in readers.items()}
@@ -173,6 +175,16 @@ class _PlanReader(Values):
                 self.report(f"unknown key {quoted(text)}", key.position, hint)
             else:
                 self.unknown(key, "key", KEYS, f"the keys are {', '.join(KEYS)}")
+
+    def recomputed(self, node: Node, what: str) -> tuple[str, ...] | None:
+        """Kinds of what is computed again."""
+        words = self.names(node, what, may_be_empty=True)
+        wrong = [word for word in words or () if word not in RECOMPUTE_CHOICES]
+        for word in wrong:
+            known = f"there is {' and '.join(RECOMPUTE_CHOICES)}"
+            hint = did_you_mean(word, RECOMPUTE_CHOICES, known)
+            self.report(f"{what}: there is no {quoted(word)}", node.position, hint)
+        return None if wrong else words
 
     # --- extends
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tpplan.language.diagnostics import Diagnostic, PlanError, Position, did_you_mean
 from tpplan.language.patterns import Pattern
-from tpplan.language.styles import GATHERED, SAVE_CHOICES
+from tpplan.language.styles import GATHERED, RECOMPUTE_CHOICES, SAVE_CHOICES
 
 _Value = TypeVar("_Value", covariant=True)
 
@@ -68,6 +68,7 @@ class Plan:
         layers: the pattern of the layer stack, where the plan names it.
         kernels: kernel kind -> implementation; kinds that no plan mentions are absent.
         text: the source of this plan, without that of the plan it extends.
+        recompute: what is computed again in backward, in the place of being kept for products.
         save: what column-parallel layers keep of a gathered input for backward: it, or the shard.
     """
 
@@ -83,16 +84,19 @@ class Plan:
     kernels: Mapping[str, str]
     text: str
     save: str = GATHERED
+    recompute: tuple[str, ...] = ()
 
-    def saving(self, save: str | None) -> Plan:
-        """The plan with ``save`` in the place of its own, where one is given.
+    def keeping(self, save: str | None, recompute: Iterable[str] | None = None) -> Plan:
+        """The plan with these in the place of its own, where they are given.
 
         Raises:
             PlanError: where there is no such word.
         """
-        if save is None:
-            return self
-        if save not in SAVE_CHOICES:
-            hint = did_you_mean(save, SAVE_CHOICES, f"it is {' or '.join(SAVE_CHOICES)}")
-            raise PlanError([Diagnostic(f"save: there is no '{save}'", hint=hint)])
-        return replace(self, save=save)
+        words = () if recompute is None else tuple(recompute)
+        asked = [("save", save, SAVE_CHOICES)] if save is not None else []
+        for key, word, known in (*asked, *(("recompute", w, RECOMPUTE_CHOICES) for w in words)):
+            if word not in known:
+                hint = did_you_mean(str(word), known, f"there is {' and '.join(known)}")
+                raise PlanError([Diagnostic(f"{key}: there is no '{word}'", hint=hint)])
+        save = self.save if save is None else save
+        return replace(self, save=save, recompute=self.recompute if recompute is None else words)

@@ -11,6 +11,7 @@ from tpplan.language.styles import (
     KERNEL_CHOICES,
     KERNEL_KINDS,
     KEYS,
+    RECOMPUTE_CHOICES,
     REMOVE,
     SAVE_CHOICES,
     STYLES,
@@ -90,6 +91,7 @@ def schema() -> dict[str, Any]:
         "optional": rules,
         "layers": _PATTERN,
         "sequence_dim": {"type": "integer", "minimum": 0, "default": 1},
+        "recompute": {"type": "array", "items": {"enum": list(RECOMPUTE_CHOICES)}},
         "save": {"enum": list(SAVE_CHOICES), "default": GATHERED},
         "kernels": {
             "anyOf": [

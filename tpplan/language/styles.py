@@ -127,6 +127,7 @@ KERNEL_KINDS: Mapping[str, str] = {
 }
 KERNEL_CHOICES = ("auto", "triton", "torch")
 SHARD, GATHERED = SAVE_CHOICES = ("shard", "gathered")
+NORMS, ACTIVATIONS = RECOMPUTE_CHOICES = ("norms", "activations")
 
 KEYS: Mapping[str, str] = {
     "tpplan": "the version of the plan language",
@@ -139,5 +140,6 @@ KEYS: Mapping[str, str] = {
     "layers": "a pattern for the stack of layers; inferred where absent",
     "sequence_dim": "the sequence's dimension in the stream",
     "kernels": "which implementation of each fused kernel to use",
+    "recompute": "what fused kernels make for products is made again in backward, not kept",
     "save": "what is kept of a gathered input for backward: all of it, or the shard",
 }

@@ -75,8 +75,8 @@ def _shard(
     own = mesh if tp is None else tp
     fused = (k for k, how in compiled.kernels.items() if chosen(how, mesh.device_type))
     plan = compiled.plan
-    rows = plan.save == SHARD
-    stream = Stream(own, compiled.sequence_parallel, plan.sequence_dim, frozenset(fused), rows)
+    kept = plan.save == SHARD, plan.recompute
+    stream = Stream(own, compiled.sequence_parallel, plan.sequence_dim, frozenset(fused), *kept)
     stream.whole_results = all(
         plan.options.get("output") != "shard"
         for plan in compiled.modules.values()

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.comm import Site, Stream, Transition, copy_in, gather_in
 from tpplan.comm.placements import is_whole
-from tpplan.comm.products import Again, keep_rows
+from tpplan.comm.products import Again, keep_rows, same_origin
 from tpplan.comm.stream import version_of
 
 
@@ -62,12 +62,13 @@ class Entry:
                 return self._gathered(stream, stream.to_local(x), stream.dim, x.size(stream.dim))
             if not is_whole(x):
                 x = x.redistribute(placements=[Replicate()])
-            return copy_in(x.to_local(), self.transition)
+            x = x.to_local()
+            return same_origin(copy_in(x, self.transition), x)
         if length is not None and not self.whole:
             if x.dim() <= stream.dim + 1:  # tokens without their batch: every rank's, one by one
                 return self._gathered(stream, x, 0, x.size(0) * self.transition.group.size)
             return self._gathered(stream, x, stream.dim, length)
-        return copy_in(x, self.transition)
+        return same_origin(copy_in(x, self.transition), x)
 
     def _gathered(self, stream: Stream, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         device, dtype = self.transition.group.mesh.device_type, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,13 @@ import torch
 from torch import nn
 
 from tpplan import compat
+from tpplan.comm.products import keep_origin
 from tpplan.compiled import KernelChoice
 from tpplan.kernels.forms import GatedForm, GeluForm, NormForm, UnbiasedForm
 from tpplan.kernels.gated import gated, gated_packed
 from tpplan.kernels.gelu import gelu
 from tpplan.kernels.norm import norm
+from tpplan.language.styles import ACTIVATIONS, NORMS
 from tpplan.roles.lowered import State, looks
 from tpplan.roles.projection import Projection
 
@@ -133,6 +136,12 @@ def _own(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
     return module._parameters
 
 
+def _again(module: Fused, kind: str) -> bool:
+    """Whether what the module makes is made again in backward, and not kept for products."""
+    state = module._tpplan
+    return isinstance(state, State) and kind in state.stream.recomputed
+
+
 @stands_for(NormForm)
 class FusedNorm(Fused):
     """LayerNorm or RMSNorm of local rows by the kernel that was proved to equal the module."""
@@ -152,15 +161,11 @@ class FusedNorm(Fused):
         form: NormForm = self._form
         own = _own(self)
         weight, bias = (None if name is None else own[name] for name in form.names)
-        return norm(
-            x,
-            weight,
-            bias,
-            eps=form.eps,
-            centred=form.centred,
-            offset=form.offset,
-            early=form.early,
+        how = functools.partial(
+            norm, eps=form.eps, centred=form.centred, offset=form.offset, early=form.early
         )
+        out: torch.Tensor = how(x, weight, bias)
+        return keep_origin(out, how, x, weight, bias) if _again(self, NORMS) else out
 
 
 class Around(Fused):
@@ -228,7 +233,9 @@ class FusedGelu(Fused):
             due = link.fused  # activation checkpointing of the activation alone
         if not due:
             return super().forward(x)  # type: ignore[no-any-return, misc]
-        return gelu(x, _own(partner)["bias"], tanh=form.tanh)
+        bias, how = _own(partner)["bias"], functools.partial(gelu, tanh=form.tanh)
+        out: torch.Tensor = how(x, bias)
+        return keep_origin(out, how, x, bias) if _again(self, ACTIVATIONS) else out
 
     @classmethod
     def _tpplan_partner(cls, path: str, module: nn.Module, form: Any, model: nn.Module) -> Any:
@@ -246,10 +253,17 @@ class FusedGated(Fused):
             return super().forward(*args, **kwargs)
         form: GatedForm = self._form
         first = self._modules[form.gate](*args)  # type: ignore[misc]
+        how: Callable[..., torch.Tensor]
+        given: tuple[torch.Tensor, ...]
         if form.up is None:
-            product = gated_packed(first, kind=form.activation, gate_first=form.gate_first)
+            how = functools.partial(gated_packed, kind=form.activation, gate_first=form.gate_first)
+            given = (first,)
         else:
-            product = gated(first, self._modules[form.up](*args), kind=form.activation)  # type: ignore[misc]
+            how = functools.partial(gated, kind=form.activation)
+            given = (first, self._modules[form.up](*args))  # type: ignore[misc]
+        product = how(*given)
+        if _again(self, ACTIVATIONS):
+            product = keep_origin(product, how, *given)
         return self._modules[form.down](product)  # type: ignore[misc]
 
     @classmethod
