@@ -275,3 +275,21 @@ def remade_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
     for i, got in enumerate(grads[1:], 1):
         found.add(f"way {i}", float(bool(differing(grads[0], got))))
     return found.errors
+
+
+def decoding_job(mesh: DeviceMesh, name: str) -> Errors:
+    """A step of one token sends under sequence parallelism what it sends without."""
+    found = Findings()
+    sent, logits = [], []
+    for sp in (False, True):
+        model = sharded(name, mesh, sp).eval()
+        recorder = Recorder()
+        with torch.no_grad():
+            cache = model(input_ids=torch.arange(9)[None], use_cache=True).past_key_values
+            with recorder:
+                made = model(input_ids=torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+        logits.append(made.logits)
+        sent.append([c.kind for c in recorder.collectives if c.phase != "startup"])
+    found.add(f"sent: {sent}", float(sent[0] != sent[1]))
+    found.add("logits", float((logits[0] - logits[1]).abs().max()))
+    return found.errors

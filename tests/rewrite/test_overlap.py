@@ -49,3 +49,9 @@ def test_order(ranks: Ranks, sp: bool, save: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_remade(ranks: Ranks, name: str, sp: bool) -> None:
     assert not beyond(ranks.run(2, overlap.remade_job, name, sp))
+
+
+@SIZES
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_decoding(ranks: Ranks, name: str, tp: int) -> None:
+    assert not beyond(ranks.run(tp, overlap.decoding_job, name))

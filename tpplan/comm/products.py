@@ -13,6 +13,7 @@ from tpplan import compat
 from tpplan.comm.collectives import Group, Site, start_all_gather
 from tpplan.comm.conjugates import Transition, gather_in
 from tpplan.comm.deferred import ACCOUNT, Account, Later, defer, weight_gradient
+from tpplan.comm.stream import version_of
 
 # from how many multiplications on a weight's gradient is deferred: the host needs about 15
 # microseconds more for it, in which a core computes some millions of them
@@ -86,7 +87,7 @@ class _Rows(NamedTuple):
 
 def keep_rows(whole: torch.Tensor, rows: torch.Tensor, again: Again) -> None:
     """Have products that are given ``whole`` keep the ``rows`` it was gathered from, not itself."""
-    setattr(whole, _ROWS, _Rows(rows, again, (rows._version, whole._version)))
+    setattr(whole, _ROWS, _Rows(rows, again, (version_of(rows), version_of(whole))))
 
 
 class _Made(NamedTuple):
@@ -99,16 +100,16 @@ def keep_origin(
     x: torch.Tensor, how: Callable[..., torch.Tensor], *of: torch.Tensor | None
 ) -> torch.Tensor:
     """``x``; products that are given it keep what it was computed ``of``, and compute it again."""
-    if not torch.compiler.is_compiling():
-        setattr(x, _MADE, _Made(Recipe(how), of, x._version))
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        setattr(x, _MADE, _Made(Recipe(how), of, version_of(x)))
     return x
 
 
 def same_origin(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     """``x``, which has the values of ``of``, and so its origin."""
     made: _Made | None = getattr(of, _MADE, None)
-    if made is not None and made.version == of._version:
-        setattr(x, _MADE, made._replace(version=x._version))
+    if made is not None and made.version == version_of(of):
+        setattr(x, _MADE, made._replace(version=version_of(x)))
     return x
 
 
@@ -142,11 +143,11 @@ def product(
 def _kept(x: torch.Tensor) -> tuple[torch.Tensor, _Rows | None, _Made | None]:
     """What backward needs of ``x``: it or its rows; these rows; what either was computed of."""
     rows: _Rows | None = getattr(x, _ROWS, None)
-    if rows is not None and rows.versions != (rows.rows._version, x._version):
+    if rows is not None and rows.versions != (version_of(rows.rows), version_of(x)):
         rows = None
     given = x if rows is None else rows.rows
     made: _Made | None = getattr(given, _MADE, None)
-    if made is not None and made.version != given._version:
+    if made is not None and made.version != version_of(given):
         made = None
     return given, rows, made
 

@@ -139,6 +139,15 @@ class Stream:
             self._depth -= 1
 
     @contextlib.contextmanager
+    def unsplit(self) -> Iterator[None]:
+        """Within it, every rank has the whole stream, as without sequence parallelism."""
+        self.sequence_parallel = False
+        try:
+            yield
+        finally:
+            self.sequence_parallel = True
+
+    @contextlib.contextmanager
     def called(self, path: str) -> Iterator[None]:
         """While the module at ``path`` runs that was called with none around it that runs."""
         self.started = start = self.now()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -43,8 +44,25 @@ class Container(Lowered):
             )
         if state.stream.shared is not None:
             return self._tpplan_contain(*args, **kwargs)
-        with called(self):
+        with called(self), self._tpplan_unsplit(args, kwargs):
             return self._tpplan_contain(*args, **kwargs)
+
+    def _tpplan_unsplit(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """A stream of fewer tokens than ranks (a step of decoding) is whole on each of them.
+
+        Its rows would be padded to one for each rank, and sent twice as often.
+        """
+        stream = self._tpplan.stream
+        if not stream.sequence_parallel or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        x = next((t for t in given if t.dim() > stream.dim), None)
+        if x is None or x.size(stream.dim) >= stream.group.size:
+            return contextlib.nullcontext()
+        sharded = any(isinstance(t, DTensor) for t in given)
+        return contextlib.nullcontext() if sharded else stream.unsplit()
 
     def _tpplan_contain(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
