@@ -11,8 +11,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from tpplan.comm import Stream
 from tpplan.comm.meshes import tp_of
 from tpplan.compiled import CompiledPlan
+from tpplan.kernels.forms import GatedForm, GeluForm, NormForm
 from tpplan.kernels.launch import chosen
-from tpplan.language.styles import SHARD
+from tpplan.language.styles import ACTIVATIONS, NORMS, SHARD
 from tpplan.rewrite.holders import Undo, replace, require_whole
 from tpplan.rewrite.planned import PlannedStyle, swap_kernels
 from tpplan.roles.entry import Entry
@@ -20,6 +21,7 @@ from tpplan.roles.members import OwnMembers
 from tpplan.styles import named
 
 _MARK = "_tpplan_plan"
+_REMADE = {NORMS: (NormForm,), ACTIVATIONS: (GeluForm, GatedForm)}
 
 
 def apply(
@@ -75,7 +77,8 @@ def _shard(
     own = mesh if tp is None else tp
     fused = (k for k, how in compiled.kernels.items() if chosen(how, mesh.device_type))
     plan = compiled.plan
-    kept = plan.save == SHARD, plan.recompute
+    remade = [form for word in plan.recompute for form in _REMADE[word]]
+    kept = plan.save == SHARD, remade
     stream = Stream(own, compiled.sequence_parallel, plan.sequence_dim, frozenset(fused), *kept)
     stream.whole_results = all(
         plan.options.get("output") != "shard"

@@ -17,7 +17,6 @@ from tpplan.kernels.forms import GatedForm, GeluForm, NormForm, UnbiasedForm
 from tpplan.kernels.gated import gated, gated_packed
 from tpplan.kernels.gelu import gelu
 from tpplan.kernels.norm import norm
-from tpplan.language.styles import ACTIVATIONS, NORMS
 from tpplan.roles.lowered import State, looks
 from tpplan.roles.projection import Projection
 
@@ -136,10 +135,10 @@ def _own(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
     return module._parameters
 
 
-def _again(module: Fused, kind: str) -> bool:
+def _again(module: Fused) -> bool:
     """Whether what the module makes is made again in backward, and not kept for products."""
     state = module._tpplan
-    return isinstance(state, State) and kind in state.stream.recomputed
+    return isinstance(state, State) and type(module._form) in state.stream.recomputed
 
 
 @stands_for(NormForm)
@@ -165,7 +164,7 @@ class FusedNorm(Fused):
             norm, eps=form.eps, centred=form.centred, offset=form.offset, early=form.early
         )
         out: torch.Tensor = how(x, weight, bias)
-        return keep_origin(out, how, x, weight, bias) if _again(self, NORMS) else out
+        return keep_origin(out, how, x, weight, bias) if _again(self) else out
 
 
 class Around(Fused):
@@ -235,7 +234,7 @@ class FusedGelu(Fused):
             return super().forward(x)  # type: ignore[no-any-return, misc]
         bias, how = _own(partner)["bias"], functools.partial(gelu, tanh=form.tanh)
         out: torch.Tensor = how(x, bias)
-        return keep_origin(out, how, x, bias) if _again(self, ACTIVATIONS) else out
+        return keep_origin(out, how, x, bias) if _again(self) else out
 
     @classmethod
     def _tpplan_partner(cls, path: str, module: nn.Module, form: Any, model: nn.Module) -> Any:
@@ -262,7 +261,7 @@ class FusedGated(Fused):
             how = functools.partial(gated, kind=form.activation)
             given = (first, self._modules[form.up](*args))  # type: ignore[misc]
         product = how(*given)
-        if _again(self, ACTIVATIONS):
+        if _again(self):
             product = keep_origin(product, how, *given)
         return self._modules[form.down](product)  # type: ignore[misc]
 

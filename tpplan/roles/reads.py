@@ -137,7 +137,7 @@ def _head(
     group = state.transition.group
     into = Transition(group, site("input of the table, as a head"), site("its gradient"))
     out = Transition(group, site("logits, gathered"), site("gradient of the logits"))
-    entered = Entry(into, site("its input, gathered again"), 1, False, True).enter(
+    entered = Entry(into, site("input of the table, again"), 1, False, True).enter(
         input, stream, None
     )
     local = table._locals()[state.own.names.index(weight._tpplan_name)]
