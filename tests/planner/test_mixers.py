@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import tpplan
@@ -184,9 +186,32 @@ class Drawing(Fusing):
         return nn.functional.dropout(super().blurred(x), 0.1, self.training)
 
 
-def test_what_draws_is_left_alone() -> None:
-    with pytest.raises(tpplan.PlanError, match="mixed torch"):
-        checked(Drawing, EVALUATING)
+def test_code_that_draws_cannot_run_as_in_evaluation(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(yaml.safe_dump({"tpplan": 1, "rules": EVALUATING}))
+    with pytest.raises(tpplan.PlanError, match="its own code draws random numbers") as refused:
+        tpplan.check(model_of(Drawing), file, 2, False, inputs=stream(13, torch.float32))
+    (found,) = refused.value.diagnostics
+    assert found.position is not None
+    assert found.position.text[found.position.column - 1 :].startswith("eval")
+
+
+class Torchs(nn.Module):
+    """torch's own attention in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.attn(x, x, x, need_weights=False)[0]
+        return x + made
+
+
+def test_torchs_own_attention_has_no_code_to_run_as_in_evaluation() -> None:
+    norms = {"layers.*.norm": "sequence_parallel"}
+    rules = {**norms, "layers.*.mixer.attn": {"style": "attention", "eval": True}}
+    assert "torch's own attention, whose code is not run" in refusal(Torchs, rules)
 
 
 class Counting(ByHeads):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import nn
@@ -156,6 +156,23 @@ def check_unmentioned(
         share = 100 * sum(small.values()) / total
         message = f"no rule mentions these parameters, together {share:.1f} % of the model"
         complaints.about(None, small, message, hint)
+
+
+def check_evaluating(regions: Set[str], drawing: Set[str], complaints: Complaints) -> None:
+    """Whose own code is to run as in evaluation, and cannot.
+
+    Args:
+        regions: torch's own attention; drawing: the modules that draw random numbers in training.
+    """
+    refused = {}
+    for path, rule in complaints.matches.modules.items():
+        if not rule.options.get("eval"):
+            continue
+        if path in regions:
+            refused[path] = "eval: says nothing of torch's own attention, whose code is not run"
+        elif path in drawing:
+            refused[path] = "eval: its own code draws random numbers in training, as for dropout"
+    complaints.by_rule(refused, "leave 'eval' out, or have the module draw none", "eval")
 
 
 def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> None:

@@ -285,6 +285,8 @@ class _Compiler(Outcome):
         if cause is not None:
             self.complaints.wrong[said:] = [led(cause, self.complaints.wrong[said:])]
         self.check_bare()
+        drawing = {path for path, kinds in self.draws.items() if kinds}
+        checks.check_evaluating(self.multihead, drawing, self.complaints)
         if self.sequence_parallel:
             self.check_rows()
 

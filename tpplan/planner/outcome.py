@@ -26,7 +26,7 @@ from tpplan.observe.probe import Finding
 from tpplan.observe.trace import Trace
 from tpplan.places import Argument, Place
 from tpplan.planner import infer
-from tpplan.planner.bare import BareRegion
+from tpplan.planner.bare import BareRegion, partial_rows
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
 from tpplan.planner.kernels import choose
@@ -154,8 +154,8 @@ class Outcome:
 
     @functools.cached_property
     def partial(self) -> frozenset[str]:
-        """Row-parallel layers that do not reduce what they give."""
-        return frozenset[str]().union(*(region.rows for region in self.bare.values()))
+        """See ``partial_rows``."""
+        return partial_rows(self.bare)
 
     @functools.cached_property
     def staying(self) -> frozenset[str]:

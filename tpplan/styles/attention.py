@@ -82,7 +82,7 @@ class Attention(Style):
         if plan.multihead:
             return [MultiheadAttention], None
         roles, inner = super().roles(plan, module, fused)
-        if plan.options.get("eval") and plan.draws is None:
+        if plan.options.get("eval"):
             roles = [AsInEvaluation, *roles]
         return roles, inner
 
