@@ -66,6 +66,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
         plan_of(xtransformers.GROUPED_RULES),
     ),
     "Mamba": (lambda: zoo.tiny("mamba"), {"extends": "mamba.yaml"}),
+    "Rwkv": (lambda: zoo.tiny("rwkv"), {"extends": "rwkv.yaml"}),
     "MiniMax": (lambda: zoo.tiny("minimax"), {"extends": "minimax.yaml"}),
     "Mixtral": (lambda: zoo.tiny("mixtral"), {"extends": "mixtral.yaml"}),
     "Qwen3-Next": (lambda: zoo.tiny("qwen3_next"), {"extends": "qwen3_next.yaml"}),

@@ -17,6 +17,7 @@ from tests.mixers import (
     BY_HEADS,
     CHANNELS,
     INNER,
+    OPENED,
     READING,
     WIDTH,
     ByChannels,
@@ -24,6 +25,7 @@ from tests.mixers import (
     Fusing,
     Gated,
     Layer,
+    Opened,
     Reading,
 )
 from tests.planner.helpers import Stack, stream
@@ -60,6 +62,7 @@ RIGHT: Mapping[str, tuple[Callable[[], nn.Module], Rules, tuple[int, int]]] = {
     "channels": (ByChannels, CHANNELS, (1, 1)),
     "channels, a convolution that is read": (Reading, READING, (1, 1)),
     "heads": (ByHeads, BY_HEADS, (1, 1)),
+    "a sum with a gate": (Opened, OPENED, (0, 0)),
     "heads in two groups": (partial(ByHeads, partial(Gated, 2)), BY_HEADS, (0, 1)),
 }
 
@@ -87,10 +90,31 @@ def without(rules: Rules, pattern: str, **others: Any) -> Rules:
     return {**kept, **{f"layers.*.mixer.{name}": rule for name, rule in others.items()}}
 
 
+class Bent(Opened):
+    """More than linear."""
+
+    def ended(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gate * y.tanh()
+
+
+class Dropped(Opened):
+    """Gives something else."""
+
+    def ended(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gate
+
+
 DIAL = "layers.*.mixer.dial"
 SCALES = "layers.*.mixer.{decay,skip}"
 OF_HEADS = "layers.*.mixer.{decay,skip,gain}"
 WRONG: Mapping[str, tuple[Callable[[], nn.Module], Rules, str]] = {
+    "parts that are bent": (Bent, OPENED, "gives parts that do not sum up"),
+    "a sum that is not given": (Dropped, OPENED, "it gives no sum of row-parallel layers inside"),
+    "a layer that is reduced as a whole": (
+        Opened,
+        {**without(OPENED, "layers.*.mixer"), "layers.*": OPENED["layers.*.mixer"]},
+        "an element of the stack gives the stream, not a part of a sum",
+    ),
     "a sum that is whole outside": (
         ByChannels,
         without(CHANNELS, DIAL, dial="rowwise"),

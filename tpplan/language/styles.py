@@ -111,6 +111,9 @@ STYLES: dict[str, Words] = {
             "head_inputs": Option(Kind.DIMENSIONS, "arguments sliced by head, and along what"),
             "gather": Option(Kind.NAMES, "arguments gathered along the sequence here"),
             "eval": Option(Kind.FLAG, "the module's own code runs as in evaluation"),
+            "reduce": Option(
+                Kind.CHOICE, "reduce what this module gives, not the layers inside", ("here",)
+            ),
         },
     ),
 }

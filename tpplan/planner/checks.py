@@ -175,6 +175,30 @@ def check_evaluating(regions: Set[str], drawing: Set[str], complaints: Complaint
     complaints.by_rule(refused, "leave 'eval' out, or have the module draw none", "eval")
 
 
+def check_blocks(
+    asked: Mapping[str, Rule], found: Set[str], elements: Set[str], complaints: Complaints
+) -> None:
+    """What gives a sum that is reduced there.
+
+    Args:
+        asked: the modules of which that is said, and the rules that say it.
+        found: those that do give one.
+    """
+    layers = {path for path in found if path.rpartition(".")[2].isdigit()}
+    lone = sorted(layers | (found & elements))
+    for path in [p for p in lone if named(asked[p].style).stacked][:1]:
+        message = "an element of the stack calls experts itself, not a module around these"
+        hint = "put the experts, and what routes to them, in a module that gives their sum"
+        complaints.about(asked[path], lone, message, hint)
+    here = {p: rule for p, rule in asked.items() if named(rule.style).closes(rule.options)}
+    none = "reduce: it gives no sum of row-parallel layers inside of it"
+    whole = "reduce: an element of the stack gives the stream, not a part of a sum"
+    refused = dict.fromkeys(here.keys() - found, none)
+    refused |= dict.fromkeys(here.keys() & elements, whole)
+    hint = "leave it out, each row-parallel layer is reduced by itself then"
+    complaints.by_rule(refused, hint, "reduce")
+
+
 def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> None:
     """What the flow of tensors through the regions and the stream shows."""
     complaints.by_rule(

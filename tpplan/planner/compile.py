@@ -23,7 +23,7 @@ from tpplan.planner import checks, infer, stacks
 from tpplan.planner.bare import BareRegion, bare_regions
 from tpplan.planner.causes import Causes, led
 from tpplan.planner.complaints import Complaints
-from tpplan.planner.experts import blocks, escapes, hide
+from tpplan.planner.experts import block_rules, blocks, escapes, hide
 from tpplan.planner.kernels import implementations
 from tpplan.planner.known import Known
 from tpplan.planner.match import match
@@ -170,8 +170,9 @@ class _Compiler(Outcome):
         self.bare, drawn = (
             bare_regions(trace, cut, self.styles, aliases) for trace in (self.trace, drawing)
         )
+        made = block_rules(self.matches.modules)
         for trace, regions in ((self.trace, self.bare), (drawing, drawn)):
-            regions.update(blocks(trace, self.styles))
+            regions.update(blocks(trace, self.styles, made))
         gathers |= {
             path: gathers.get(path, frozenset())
             | {a.name for names in region.entering.values() for a in names}
@@ -186,12 +187,8 @@ class _Compiler(Outcome):
         self.elements = infer.find_elements(
             self.trace, self.styles, self.plan.layers, self.boundaries, self.multihead, summing
         )
-        layers = {path for path in self.block_rules if path.rpartition(".")[2].isdigit()}
-        lone = sorted(layers | (self.block_rules.keys() & self.elements.keys()))
-        for path in lone[:1]:
-            message = "an element of the stack calls experts itself, not a module around these"
-            hint = "put the experts, and what routes to them, in a module that gives their sum"
-            self.complaints.about(self.block_rules[path], lone, message, hint)
+        found = self.block_rules.keys()
+        checks.check_blocks(made, found, self.elements.keys(), self.complaints)
         self.together = reduced_together(
             (self.trace, drawing),
             {p: r for p, r in self.matches.modules.items() if p not in self.partial | self.staying},

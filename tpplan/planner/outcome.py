@@ -28,6 +28,7 @@ from tpplan.places import Argument, Place
 from tpplan.planner import infer
 from tpplan.planner.bare import BareRegion, partial_rows
 from tpplan.planner.complaints import Complaints
+from tpplan.planner.experts import block_rules
 from tpplan.planner.flow import Flow
 from tpplan.planner.kernels import choose
 from tpplan.planner.match import Matches
@@ -147,10 +148,9 @@ class Outcome:
 
     @functools.cached_property
     def block_rules(self) -> dict[str, Rule]:
-        """The rule of the experts in each block."""
-        around = {path.rpartition(".")[0]: path for path in self.of("stacked")}
-        blocks = {path for path, region in self.bare.items() if region.block}
-        return {path: self.matches.modules[around[path]] for path in blocks}
+        """The rule that makes each block one."""
+        rules = block_rules(self.matches.modules)
+        return {path: rules[path] for path, region in self.bare.items() if region.block}
 
     @functools.cached_property
     def partial(self) -> frozenset[str]:

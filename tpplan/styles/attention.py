@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -46,6 +47,10 @@ class Attention(Style):
     def is_region(self, module: nn.Module) -> bool:
         """Whether it is torch's own."""
         return runs_as(module, nn.MultiheadAttention)
+
+    def closes(self, options: Mapping[str, object]) -> bool:
+        """As the plan says."""
+        return options.get("reduce") == "here"
 
     def placement(
         self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None
