@@ -88,7 +88,12 @@ STYLES: dict[str, Words] = {
                 Kind.CHOICE,
                 "what a rank has: inner columns of each, or some of them whole",
                 ("inner", "experts"),
-            )
+            ),
+            "reduce": Option(
+                Kind.CHOICE,
+                "reduce what they give here, not what the module around gives",
+                ("here",),
+            ),
         },
     ),
     "replicate": Words(

@@ -176,7 +176,11 @@ def check_evaluating(regions: Set[str], drawing: Set[str], complaints: Complaint
 
 
 def check_blocks(
-    asked: Mapping[str, Rule], found: Set[str], elements: Set[str], complaints: Complaints
+    asked: Mapping[str, Rule],
+    found: Set[str],
+    elements: Set[str],
+    sequence_parallel: bool,
+    complaints: Complaints,
 ) -> None:
     """What gives a sum that is reduced there.
 
@@ -188,7 +192,10 @@ def check_blocks(
     lone = sorted(layers | (found & elements))
     for path in [p for p in lone if named(asked[p].style).stacked][:1]:
         message = "an element of the stack calls experts itself, not a module around these"
-        hint = "put the experts, and what routes to them, in a module that gives their sum"
+        hint = (
+            "put the experts, and what routes to them, in a module that gives their sum; or give "
+        )
+        hint += "the experts 'reduce: here', in plain TP"
         complaints.about(asked[path], lone, message, hint)
     here = {p: rule for p, rule in asked.items() if named(rule.style).closes(rule.options)}
     none = "reduce: it gives no sum of row-parallel layers inside of it"
@@ -197,6 +204,10 @@ def check_blocks(
     refused |= dict.fromkeys(here.keys() & elements, whole)
     hint = "leave it out, each row-parallel layer is reduced by itself then"
     complaints.by_rule(refused, hint, "reduce")
+    if sequence_parallel:
+        rows = "reduce: each rank has tokens of its own under sequence parallelism, not their batch"
+        alone = {p: rows for p, rule in here.items() if named(rule.style).stacked}
+        complaints.by_rule(alone, "turn sequence_parallel off", "reduce")
 
 
 def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> None:

@@ -188,7 +188,8 @@ class _Compiler(Outcome):
             self.trace, self.styles, self.plan.layers, self.boundaries, self.multihead, summing
         )
         found = self.block_rules.keys()
-        checks.check_blocks(made, found, self.elements.keys(), self.complaints)
+        elements, rows = self.elements.keys(), self.sequence_parallel
+        checks.check_blocks(made, found, elements, rows, self.complaints)
         self.together = reduced_together(
             (self.trace, drawing),
             {p: r for p, r in self.matches.modules.items() if p not in self.partial | self.staying},

@@ -25,8 +25,11 @@ from tpplan.styles import NONE, Style, named
 
 def block_rules(rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """The modules that are to be blocks, and the rule of each: its experts', or its own."""
-    around = {p.rpartition(".")[0]: r for p, r in rules.items() if named(r.style).stacked}
-    return around | {p: r for p, r in rules.items() if named(r.style).closes(r.options)}
+    found = {p: r for p, r in rules.items() if named(r.style).closes(r.options)}
+    for path, rule in rules.items():
+        if named(rule.style).stacked and path not in found:
+            found[path.rpartition(".")[0]] = rule
+    return found
 
 
 def blocks(
@@ -122,6 +125,8 @@ def _region(trace: Trace, block: Call, styles: Mapping[str, Style]) -> BareRegio
             rows.update([path] if style.sums else [])
         elif not parts.isdisjoint(op.inputs):
             parts.update(op.outputs)
+    if styles.get(block.path, NONE).stacked:
+        parts.update(block.outputs)
     made = zip(block.outputs, block.places, strict=True)
     outputs = tuple(place for n, place in made if n in parts and place is not None)
     entering = {n: names for n, names in block.arguments.items() if n in trace.floating}

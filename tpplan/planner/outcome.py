@@ -141,10 +141,17 @@ class Outcome:
 
     def summed_in(self, path: str) -> Summed | None:
         """What a module gives a part of, or adds once to what it gives a part of."""
-        if path in self.bare:
-            return self.bare[path].summed
+        summed = self.bare[path].summed if path in self.bare else None
         shared = self.sizes.stacked.get(path)
-        return None if shared is None else Summed((), shared.added)
+        if shared is None:
+            return summed
+        # ranks of ep alone have whole experts, and tokens of their own
+        return Summed(() if summed is None or self.tp == 1 else summed.outputs, shared.added)
+
+    def boundaries_of(self, path: str) -> tuple[Boundary, ...]:
+        """Where the stream enters at a module."""
+        whole = self.tp == 1 and path in self.sizes.stacked
+        return () if whole else self.boundaries.get(path, ())
 
     @functools.cached_property
     def block_rules(self) -> dict[str, Rule]:
@@ -191,7 +198,7 @@ class Outcome:
                 style=None if rule is None else rule.style,
                 rule=rule,
                 parameters=own,
-                boundaries=self.boundaries.get(path, ()),
+                boundaries=self.boundaries_of(path),
                 element=self.elements.get(path),
                 rows=self.styles.get(path, NONE).rows,
                 stream=self.stream_of(path),

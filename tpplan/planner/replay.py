@@ -146,7 +146,7 @@ class _Replay:
                 module.forward = self._inner(path, original, plan)  # type: ignore[method-assign]
                 self.inner += [] if plan.norm else [path]
             elif named(plan.style).stacked:
-                module.forward = self._experts(path)  # type: ignore[method-assign]
+                module.forward = self._experts(path, plan)  # type: ignore[method-assign]
             elif plan.summed is not None:
                 module.forward = self._summed(path, original, plan.summed)  # type: ignore[method-assign]
             elif plan.multihead:
@@ -244,7 +244,7 @@ class _Replay:
 
         return forward
 
-    def _experts(self, path: str) -> Callable[..., Any]:
+    def _experts(self, path: str, plan: ModulePlan) -> Callable[..., Any]:
         """Stacked experts, which were run by themselves: of random numbers a rank has a part."""
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -256,7 +256,8 @@ class _Replay:
                 return made.clone()
             event = self._next(path)
             compare(path, event.given, given, "its input is not the whole model's")
-            return self._share(event)
+            whole = plan.summed is not None and plan.summed.outputs
+            return event.made.clone() if whole else self._share(event)
 
         return forward
 
