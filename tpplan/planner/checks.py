@@ -192,15 +192,13 @@ def check_blocks(
     lone = sorted(layers | (found & elements))
     for path in [p for p in lone if named(asked[p].style).stacked][:1]:
         message = "an element of the stack calls experts itself, not a module around these"
-        hint = (
-            "put the experts, and what routes to them, in a module that gives their sum; or give "
-        )
-        hint += "the experts 'reduce: here', in plain TP"
+        hint = "give the experts 'reduce: here', in plain TP, or put them into a module with what "
+        hint += "routes to them"
         complaints.about(asked[path], lone, message, hint)
     here = {p: rule for p, rule in asked.items() if named(rule.style).closes(rule.options)}
     none = "reduce: it gives no sum of row-parallel layers inside of it"
     whole = "reduce: an element of the stack gives the stream, not a part of a sum"
-    refused = dict.fromkeys(here.keys() - found, none)
+    refused = {p: none for p in here.keys() - found if not named(asked[p].style).stacked}
     refused |= dict.fromkeys(here.keys() & elements, whole)
     hint = "leave it out, each row-parallel layer is reduced by itself then"
     complaints.by_rule(refused, hint, "reduce")
