@@ -114,6 +114,23 @@ class ByHeads(nn.Module):
         return out
 
 
+class Opened(nn.Module):
+    """A sum that is let through by what came of the input of this token and of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.back = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.gate, self.mix = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.lerp(F.pad(x, (0, 0, 1, -1)), x, self.mix)
+        return self.ended(self.back(self.key(x).relu().square()), self.gate(x).sigmoid())
+
+    def ended(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """What is done with the sum."""
+        return gate * y
+
+
 class Layer(nn.Module):
     """A norm and a mixer, added to the stream."""
 
@@ -135,6 +152,13 @@ CHANNELS: Mapping[str, Any] = {
     "layers.*.mixer.dial": {"style": "rowwise", "output": "inside"},
     "layers.*.mixer.pace": "colwise",
     "layers.*.mixer.{decay,skip}": "colwise",
+}
+OPENED: Mapping[str, Any] = {
+    **_AROUND,
+    "layers.*.mixer": {"style": "attention", "reduce": "here"},
+    "layers.*.mixer.key": "colwise",
+    "layers.*.mixer.gate": "replicate",
+    "layers.*.mixer.mix": "replicate",
 }
 READING = {k: v for k, v in CHANNELS.items() if k != "layers.*.mixer.blur"}
 READING |= {"layers.*.mixer.blur.{weight,bias}": "colwise"}

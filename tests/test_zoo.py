@@ -31,6 +31,7 @@ ABOVE_THE_FLOOR = {
     "minimax.yaml": "norms over the sharded width",
     "olmo_hybrid.yaml": "norms over the sharded width",
     "mamba2.yaml": "gated norms over groups of which ranks have parts",
+    "axk1.yaml": "experts that are reduced by themselves: the gradient of their factors",
     "deepseek_v4.yaml": "attention gathers the sequence for itself",
     "zaya.yaml": "attention gathers the sequence for itself",
     "qwen4_exp.yaml": "the mixer after the last layer is given the whole sequence",

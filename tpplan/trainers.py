@@ -198,6 +198,8 @@ def _teach_parallelism(kind: Any) -> None:
     def on_cpus(self: Any, accelerator: Any) -> None:
         if self.tp_size > 1:
             _require_all_processes(accelerator)
+            if self.total_size < accelerator.num_processes:
+                raise _not_averaged(accelerator.num_processes // self.tp_size)
         # all it has against processes without GPUs is that none of its kinds is theirs
         on_cpu = accelerator.device.type == "cpu" and accelerator.num_processes > 1
         validate(self, _Several(accelerator) if on_cpu else accelerator)
@@ -236,14 +238,18 @@ def _tell(accelerator: Any, model: nn.Module, evaluation: bool) -> None:
     _require_all_processes(accelerator)
     copies = _groups(model)
     if copies > 1 and not evaluation and not _managed(model):
-        raise ValueError(
-            f"{copies} tensor-parallel groups hold the model, and nothing averages their "
-            'gradients: apply fully_shard(model, mesh=mesh["dp"]) before Accelerator.prepare'
-        )
+        raise _not_averaged(copies)
     if accelerator.state.device_mesh is None:  # it is asked for the batches alone
         sizes = copies, _tp(model)
         mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp_shard", "tp"))
         accelerator.state.device_mesh = mesh
+
+
+def _not_averaged(copies: int) -> ValueError:
+    return ValueError(
+        f"{copies} tensor-parallel groups hold the model, and nothing averages their gradients: "
+        'apply fully_shard(model, mesh=mesh["dp"]) before Accelerator.prepare and before Trainer'
+    )
 
 
 def _shuffle_alike(accelerator: Any, loader: Any) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from torch import nn
 
 import tpplan
 from benchmarks import zoo
 from tests.models import hf
 from tpplan import Advice
+from tpplan.cost.dry_run import Setting
 from tpplan.cost.hardware import load_hardware
+from tpplan.cost.run import DryRun
+from tpplan.language import Diagnostic
 
 # the sweep they read is made once, in one process
 pytestmark = pytest.mark.xdist_group("advise")
@@ -78,3 +84,21 @@ def test_ways_to_share_experts() -> None:
     least = {n: min(c.bytes for c in advice.choices if c.tp == 1 and c.ep == n) for n in (1, 4)}
     assert least[4] <= least[1]
     assert "experts: inner" in str(advice)
+
+
+@pytest.mark.slow
+def test_ways_that_do_not_go_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks of ep cannot run stands beside what goes."""
+    advising = sys.modules["tpplan.cost.advise"]
+    executed = advising.dry_run
+
+    def refusing(model: nn.Module, setting: Setting, *args: Any, **kwargs: Any) -> DryRun:
+        if setting.ep > 1:
+            raise tpplan.PlanError([Diagnostic("no such luck")])
+        return executed(model, setting, *args, **kwargs)
+
+    monkeypatch.setattr(advising, "dry_run", refusing)
+    model = zoo.tiny("mixtral").to("meta")
+    advice = tpplan.advise(model, "auto", 2, 2, 16, hardware=PAIRS)
+    assert "ep 2: no such luck" in next(size for size in advice.sizes if size.tp == 1).notes
+    assert {c.ep for c in advice.choices} == {1}

@@ -24,6 +24,9 @@ from tpplan.planner import compile_plan
 
 PAGE = "plan-language.md"
 BLOCKS = blocks(PAGE, "yaml")
+EXPERTS_OF_LAYERS = {
+    "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
 VALIDATOR = jsonschema.Draft202012Validator(schema())
 
 
@@ -66,6 +69,11 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
         plan_of(xtransformers.GROUPED_RULES),
     ),
     "Mamba": (lambda: zoo.tiny("mamba"), {"extends": "mamba.yaml"}),
+    "Gemma 4 with experts": (
+        lambda: zoo.tiny("gemma4_text", **EXPERTS_OF_LAYERS),
+        {"extends": "gemma4.yaml", "sequence_parallel": False},
+    ),
+    "Rwkv": (lambda: zoo.tiny("rwkv"), {"extends": "rwkv.yaml"}),
     "MiniMax": (lambda: zoo.tiny("minimax"), {"extends": "minimax.yaml"}),
     "Mixtral": (lambda: zoo.tiny("mixtral"), {"extends": "mixtral.yaml"}),
     "Qwen3-Next": (lambda: zoo.tiny("qwen3_next"), {"extends": "qwen3_next.yaml"}),

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import tpplan
+from benchmarks import zoo
 from tests.mixtures import (
     EXPERTS,
+    LAYOUTS,
     PLAN,
     RULES,
     WIDTH,
@@ -24,6 +26,7 @@ from tests.mixtures import (
 )
 from tpplan.compiled import CompiledPlan
 from tpplan.planner import compile_plan
+from tpplan.planner.experts import ways
 
 INPUT = torch.randn(2, 8, WIDTH)
 
@@ -171,3 +174,63 @@ def test_a_proof_of_large_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpplan.roles.experts.divide_gradient", lambda x, by: x)
     with pytest.raises(tpplan.PlanError, match="computes something else than whole"):
         prove(model, plan, INPUT)
+
+
+class Normed(nn.Module):
+    """A layer that calls its experts itself, and normalises what they give."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, EXPERTS), LAYOUTS[layout]()
+        self.norm, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.norm(x).reshape(-1, WIDTH)
+        factors, chosen = self.router(rows).softmax(-1).topk(2)
+        return x + self.after(self.experts(rows, chosen, factors)).view_as(x)
+
+
+def normed(layout: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Normed(layout), Normed(layout))
+
+
+def here(**options: str) -> Mapping[str, Any]:
+    """A plan of such layers."""
+    experts = {"style": "experts", "reduce": "here", **options}
+    rules = {"*.{norm,after}": "sequence_parallel", "*.router": "replicate", "*.experts": experts}
+    return {"tpplan": 1, "sequence_parallel": False, "rules": rules}
+
+
+@pytest.mark.parametrize("shard", ["inner", "experts"])
+@pytest.mark.parametrize("layout", ["packed", "in turns", "apart"])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_experts_that_are_reduced_by_themselves(layout: str, shard: str, tp: int, ep: int) -> None:
+    made = tpplan.verify(lambda: normed(layout), here(shard=shard), tp, ep=ep, inputs=INPUT)
+    assert made.gradient_error <= 1e-5
+    if tp > 1:  # of the tokens, and backward of the factors besides
+        assert made.counts["forward"]["all_reduce"] == 2
+        assert made.counts["backward"]["all_reduce"] == 4
+
+
+def test_experts_that_are_reduced_by_themselves_have_all_tokens() -> None:
+    with pytest.raises(tpplan.PlanError, match="each rank has tokens of its own") as refused:
+        compile_plan(normed("packed"), tpplan.load_plan(here()), 2, True, inputs=INPUT)
+    assert all(found.position is not None for found in refused.value.diagnostics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["inner", "experts"])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_gemma(shard: str, tp: int, ep: int) -> None:
+    """Gemma 4 with experts: its layers call these themselves, beside an MLP."""
+    sizes = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+
+    def make() -> nn.Module:
+        return zoo.tiny("gemma4_text", enable_moe_block=True, **sizes)
+
+    plan = tpplan.load_plan("auto", make())
+    if shard != "inner":
+        plan = ways(plan)[shard]
+    made = tpplan.verify(make, plan, tp, ep=ep, sequence_parallel=False)
+    assert max(made.output_error, made.gradient_error) <= 1e-5

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import tpplan
@@ -15,6 +17,7 @@ from tests.mixers import (
     BY_HEADS,
     CHANNELS,
     INNER,
+    OPENED,
     READING,
     WIDTH,
     ByChannels,
@@ -22,6 +25,7 @@ from tests.mixers import (
     Fusing,
     Gated,
     Layer,
+    Opened,
     Reading,
 )
 from tests.planner.helpers import Stack, stream
@@ -58,6 +62,7 @@ RIGHT: Mapping[str, tuple[Callable[[], nn.Module], Rules, tuple[int, int]]] = {
     "channels": (ByChannels, CHANNELS, (1, 1)),
     "channels, a convolution that is read": (Reading, READING, (1, 1)),
     "heads": (ByHeads, BY_HEADS, (1, 1)),
+    "a sum with a gate": (Opened, OPENED, (0, 0)),
     "heads in two groups": (partial(ByHeads, partial(Gated, 2)), BY_HEADS, (0, 1)),
 }
 
@@ -85,10 +90,31 @@ def without(rules: Rules, pattern: str, **others: Any) -> Rules:
     return {**kept, **{f"layers.*.mixer.{name}": rule for name, rule in others.items()}}
 
 
+class Bent(Opened):
+    """More than linear."""
+
+    def ended(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gate * y.tanh()
+
+
+class Dropped(Opened):
+    """Gives something else."""
+
+    def ended(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gate
+
+
 DIAL = "layers.*.mixer.dial"
 SCALES = "layers.*.mixer.{decay,skip}"
 OF_HEADS = "layers.*.mixer.{decay,skip,gain}"
 WRONG: Mapping[str, tuple[Callable[[], nn.Module], Rules, str]] = {
+    "parts that are bent": (Bent, OPENED, "gives parts that do not sum up"),
+    "a sum that is not given": (Dropped, OPENED, "it gives no sum of row-parallel layers inside"),
+    "a layer that is reduced as a whole": (
+        Opened,
+        {**without(OPENED, "layers.*.mixer"), "layers.*": OPENED["layers.*.mixer"]},
+        "an element of the stack gives the stream, not a part of a sum",
+    ),
     "a sum that is whole outside": (
         ByChannels,
         without(CHANNELS, DIAL, dial="rowwise"),
@@ -184,9 +210,32 @@ class Drawing(Fusing):
         return nn.functional.dropout(super().blurred(x), 0.1, self.training)
 
 
-def test_what_draws_is_left_alone() -> None:
-    with pytest.raises(tpplan.PlanError, match="mixed torch"):
-        checked(Drawing, EVALUATING)
+def test_code_that_draws_cannot_run_as_in_evaluation(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(yaml.safe_dump({"tpplan": 1, "rules": EVALUATING}))
+    with pytest.raises(tpplan.PlanError, match="its own code draws random numbers") as refused:
+        tpplan.check(model_of(Drawing), file, 2, False, inputs=stream(13, torch.float32))
+    (found,) = refused.value.diagnostics
+    assert found.position is not None
+    assert found.position.text[found.position.column - 1 :].startswith("eval")
+
+
+class Torchs(nn.Module):
+    """torch's own attention in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.attn(x, x, x, need_weights=False)[0]
+        return x + made
+
+
+def test_torchs_own_attention_has_no_code_to_run_as_in_evaluation() -> None:
+    norms = {"layers.*.norm": "sequence_parallel"}
+    rules = {**norms, "layers.*.mixer.attn": {"style": "attention", "eval": True}}
+    assert "torch's own attention, whose code is not run" in refusal(Torchs, rules)
 
 
 class Counting(ByHeads):

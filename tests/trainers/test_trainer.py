@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+import tpplan
+from benchmarks import zoo
 from tests.checkpoint.folders import shared_folder
-from tests.compare import Errors, beyond, compare_parameters
+from tests.compare import Errors, Findings, beyond, compare_parameters
 from tests.models import hf
 from tests.ranks import Ranks
 from tests.rewrite import MODES
@@ -106,3 +108,42 @@ def test_with_checkpointing(pair: Ranks, sp: bool) -> None:
 @MODES
 def test_with_fsdp(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run("2x2", training_job, sp, 2, False))
+
+
+def ep_job(mesh: DeviceMesh) -> Errors:
+    """Ranks that share experts, each with texts of its own: DistributedDataParallel's rest."""
+    fresh()
+    whole, model = zoo.tiny("mixtral"), zoo.tiny("mixtral")
+    tpplan.parallelize(model, "auto", mesh=mesh, prove=False)
+    made, losses = trainer(model, shared_folder(), average_tokens_across_devices=False)
+    made.train()
+    found = Findings()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    data = Texts().batches(BATCH)
+    for step in range(STEPS):
+        each = [whole(**next(data)).loss for _ in range(mesh.size())]
+        torch.stack(each).mean().backward()
+        found.add(f"loss {step}", abs(losses[step] - each[mesh.get_rank()].item()) / losses[step])
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return found.errors
+
+
+@pytest.mark.slow
+def test_ranks_of_ep(ranks: Ranks) -> None:
+    assert not beyond(ranks.run("ep4", ep_job))
+
+
+def ep_beside_tp_job(mesh: DeviceMesh) -> None:
+    fresh()
+    model = tpplan.parallelize(zoo.tiny("mixtral"), "auto", mesh=mesh, prove=False)
+    with pytest.raises(ValueError, match="2 tensor-parallel groups hold the model"):
+        trainer(model, shared_folder())[0].train()
+
+
+@pytest.mark.slow
+def test_ranks_of_ep_beside_tp_are_refused(ranks: Ranks) -> None:
+    ranks.run("ep2xtp2", ep_beside_tp_job)

@@ -88,14 +88,19 @@ def unmoded() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch from logging the traceback of an error on fake tensors that is raised as well."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+    """Keep torch from logging what is no news: the traceback of an error on fake tensors that is
+    raised as well, and that a norm over two dimensions of a mesh is summed over one and the other.
+    """
+    names = ("torch._subclasses.fake_tensor", "torch.distributed.tensor._redistribute")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -126,12 +126,13 @@ def advise(
     for tp in (n for n in SIZES if n <= task.gpus):
         found: list[Choice] = []
         notes: list[str] = []
+        refused: list[str] = []
+        chosen = replace(setting, tp=tp)
         try:
-            for word, report in _executed(
-                model, replace(setting, tp=tp), task, training, hardware, told
-            ):
+            for word, report in _executed(model, chosen, task, training, hardware, told, refused):
                 found += _shared_out(report, word, task, hardware)
                 notes = _costs(report, hardware)
+            notes += refused
         except PlanError as error:
             notes.append(error.diagnostics[0].message)
         choices += found
@@ -151,8 +152,12 @@ def _executed(
     training: Training,
     hardware: Hardware,
     told: Callable[[str], None],
+    refusals: list[str],
 ) -> Iterator[tuple[str, DryRun]]:
     """What is executed for one size: how the ranks of tp share experts, and the run.
+
+    Args:
+        refusals: gets what is said of ways to share experts that do not go where others do.
 
     Raises:
         PlanError: where the plan cannot be cut so often.
@@ -160,7 +165,7 @@ def _executed(
     tp, plan = setting.tp, setting.plan
     plans = (ways(plan) if tp > 1 else {}) or {"": plan}
     modes = (False, True) if tp > 1 and plan.sequence_parallel else (False,)
-    refused: PlanError | None = None
+    refused: dict[str, PlanError] = {}
 
     def run(word: str, mode: bool, ep: int = 1) -> DryRun:
         shared = f", experts {word}" * bool(word) + f", ep {ep}" * (ep > 1)
@@ -172,16 +177,19 @@ def _executed(
         try:
             reports = [run(word, mode) for mode in modes]
         except PlanError as error:
-            refused = refused or error
+            refused[f"experts {word}"] = error
             del plans[word]
             continue
         yield from ((word, report) for report in reports)
     if not plans:
-        assert refused is not None
-        raise refused
+        raise next(iter(refused.values()))
     word = next(iter(plans))
     for ep in _sizes_of_ep(experts_in(reports[-1].compiled), tp, task, hardware):
-        yield word, run(word, modes[-1], ep)
+        try:
+            yield word, run(word, modes[-1], ep)
+        except PlanError as error:
+            refused[f"ep {ep}"] = error
+    refusals += (f"{way}: {error.diagnostics[0].message}" for way, error in refused.items())
 
 
 def _sizes_of_ep(experts: int, tp: int, task: Task, hardware: Hardware) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from tpplan.cost.run import DryRun
 from tpplan.language import FrozenMap, Plan, PlanError
 from tpplan.observe.shadow import Call, call_for
 from tpplan.planner import compile_plan
+from tpplan.planner.known import Known
 from tpplan.planner.match import match
 from tpplan.simulate.execute import Execution, Training, execute
 from tpplan.simulate.folding import Fold, find_folds, shortened_model, unfolded, unfolded_names
@@ -23,7 +24,10 @@ from tpplan.simulate.unfold import NotRepeatingError, unfold
 
 @dataclass(frozen=True)
 class Setting:
-    """How a plan is compiled: what ``parallelize`` takes."""
+    """How a plan is compiled: what ``parallelize`` takes; and what was ``known`` of the model.
+
+    Settings that are made of one another for several tp share that.
+    """
 
     plan: Plan
     tp: int
@@ -31,11 +35,25 @@ class Setting:
     kernels: str | Mapping[str, str] | None = None
     inputs: Any = None
     ep: int = 1
+    known: Known = field(default_factory=Known, compare=False, repr=False)
 
     def compile(self, model: nn.Module) -> CompiledPlan:
         """The plan, compiled onto ``model``."""
         how = (self.sequence_parallel, self.kernels, self.inputs)
-        return compile_plan(model, self.plan, self.tp, *how, self.ep)
+        return compile_plan(model, self.plan, self.tp, *how, self.ep, self.known)
+
+    def folds(self, model: nn.Module) -> tuple[Fold, ...]:
+        """See ``find_folds``."""
+        about = model, self.plan
+        return self.known.once(
+            about, "folds", lambda: find_folds(model, match(self.plan, model)[0])
+        )
+
+    def shortened(self, model: nn.Module, longer: Fold | None = None) -> nn.Module:
+        """The shortest model that stands for ``model``, or with a period of a fold more."""
+        about, folds = (model, self.plan), self.folds(model)
+        periods = {fold: int(fold == longer) for fold in folds}
+        return self.known.once(about, longer, lambda: shortened_model(model, periods))
 
 
 def with_labels(model: nn.Module, inputs: Any, batch: int, seq: int) -> dict[str, Any]:
@@ -80,7 +98,7 @@ def dry_run(
     """
     timed_on = load_hardware(hardware)
     call = call_for(model, setting.inputs, batch, seq)
-    folds = find_folds(model, match(setting.plan, model)[0]) if fold else ()
+    folds = setting.folds(model) if fold else ()
     found = _folded(model, setting, call, training, folds, both) if folds else None
     executed = FrozenMap({f.stack: (f.kept, f.length) for f in folds} if found else None)
     if found is None:
@@ -115,14 +133,13 @@ def _folded(
     stacks = tuple(fold.stack for fold in folds)
     times = {fold: fold.times for fold in folds}
     try:
-        shortest = shortened_model(model, dict.fromkeys(folds, 0))
+        shortest = setting.shortened(model)
         compiled = setting.compile(shortest)
         longer = {}
         for fold in folds:
-            periods = {f: int(f == fold) for f in folds}
-            more = shortened_model(model, periods)
+            more = setting.shortened(model, fold)
             # unfolded as for the whole model: what is made of that one's plan is executed
-            shorter = [f.shortened(n) for f, n in periods.items()]
+            shorter = [f.shortened(int(f == fold)) for f in folds]
             longer[fold] = more, unfolded(compiled, shorter, more)
 
         def run(training: Training) -> Execution:

@@ -88,7 +88,12 @@ STYLES: dict[str, Words] = {
                 Kind.CHOICE,
                 "what a rank has: inner columns of each, or some of them whole",
                 ("inner", "experts"),
-            )
+            ),
+            "reduce": Option(
+                Kind.CHOICE,
+                "reduce what they give here, not what the module around gives",
+                ("here",),
+            ),
         },
     ),
     "replicate": Words(
@@ -111,6 +116,9 @@ STYLES: dict[str, Words] = {
             "head_inputs": Option(Kind.DIMENSIONS, "arguments sliced by head, and along what"),
             "gather": Option(Kind.NAMES, "arguments gathered along the sequence here"),
             "eval": Option(Kind.FLAG, "the module's own code runs as in evaluation"),
+            "reduce": Option(
+                Kind.CHOICE, "reduce what this module gives, not the layers inside", ("here",)
+            ),
         },
     ),
 }

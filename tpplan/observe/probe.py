@@ -21,7 +21,7 @@ from tpplan.kernels.norm import reference
 from tpplan.observe.likeness import identity, told
 from tpplan.observe.trace import Call, Numbered, Trace, stream_input
 from tpplan.observe.twins import DROPOUT, called, twin_of
-from tpplan.styles import Style
+from tpplan.styles import Style, runs_as
 
 _ROWS = 4
 # a length that no number of ranks divides, and where it is cut
@@ -86,6 +86,9 @@ def probe_modules(
         module = model.get_submodule(path)
         if isinstance(module, nn.Embedding):
             continue  # of positions: what it is given only tells it how many
+        if runs_as(module, nn.Linear):
+            found[path] = Finding(False, None)
+            continue
         if sum(p.numel() for p in module.parameters()) > _LARGE:
             continue
         key = identity(module, path), _given(call, number), trace.shapes[number], path in drawn

@@ -42,6 +42,11 @@ class BareRegion:
     rows: frozenset[str] = frozenset()
 
 
+def partial_rows(regions: Mapping[str, BareRegion]) -> frozenset[str]:
+    """Row-parallel layers that do not reduce what they give: a block around them does."""
+    return frozenset[str]().union(*(region.rows for region in regions.values()))
+
+
 def bare_regions(
     trace: Trace,
     cut: Mapping[str, Style],

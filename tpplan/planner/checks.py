@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import nn
@@ -156,6 +156,56 @@ def check_unmentioned(
         share = 100 * sum(small.values()) / total
         message = f"no rule mentions these parameters, together {share:.1f} % of the model"
         complaints.about(None, small, message, hint)
+
+
+def check_evaluating(regions: Set[str], drawing: Set[str], complaints: Complaints) -> None:
+    """Whose own code is to run as in evaluation, and cannot.
+
+    Args:
+        regions: torch's own attention; drawing: the modules that draw random numbers in training.
+    """
+    refused = {}
+    for path, rule in complaints.matches.modules.items():
+        if not rule.options.get("eval"):
+            continue
+        if path in regions:
+            refused[path] = "eval: says nothing of torch's own attention, whose code is not run"
+        elif path in drawing:
+            refused[path] = "eval: its own code draws random numbers in training, as for dropout"
+    complaints.by_rule(refused, "leave 'eval' out, or have the module draw none", "eval")
+
+
+def check_blocks(
+    asked: Mapping[str, Rule],
+    found: Set[str],
+    elements: Set[str],
+    sequence_parallel: bool,
+    complaints: Complaints,
+) -> None:
+    """What gives a sum that is reduced there.
+
+    Args:
+        asked: the modules of which that is said, and the rules that say it.
+        found: those that do give one.
+    """
+    layers = {path for path in found if path.rpartition(".")[2].isdigit()}
+    lone = sorted(layers | (found & elements))
+    for path in [p for p in lone if named(asked[p].style).stacked][:1]:
+        message = "an element of the stack calls experts itself, not a module around these"
+        hint = "give the experts 'reduce: here', in plain TP, or put them into a module with what "
+        hint += "routes to them"
+        complaints.about(asked[path], lone, message, hint)
+    here = {p: rule for p, rule in asked.items() if named(rule.style).closes(rule.options)}
+    none = "reduce: it gives no sum of row-parallel layers inside of it"
+    whole = "reduce: an element of the stack gives the stream, not a part of a sum"
+    refused = {p: none for p in here.keys() - found if not named(asked[p].style).stacked}
+    refused |= dict.fromkeys(here.keys() & elements, whole)
+    hint = "leave it out, each row-parallel layer is reduced by itself then"
+    complaints.by_rule(refused, hint, "reduce")
+    if sequence_parallel:
+        rows = "reduce: each rank has tokens of its own under sequence parallelism, not their batch"
+        alone = {p: rows for p, rule in here.items() if named(rule.style).stacked}
+        complaints.by_rule(alone, "turn sequence_parallel off", "reduce")
 
 
 def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> None:

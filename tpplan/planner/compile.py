@@ -23,8 +23,9 @@ from tpplan.planner import checks, infer, stacks
 from tpplan.planner.bare import BareRegion, bare_regions
 from tpplan.planner.causes import Causes, led
 from tpplan.planner.complaints import Complaints
-from tpplan.planner.experts import blocks, escapes, hide
+from tpplan.planner.experts import block_rules, blocks, escapes, hide
 from tpplan.planner.kernels import implementations
+from tpplan.planner.known import Known
 from tpplan.planner.match import match
 from tpplan.planner.outcome import Outcome
 from tpplan.planner.placing import Placing
@@ -48,6 +49,7 @@ def compile_plan(
     kernels: str | Mapping[str, str] | None = None,
     inputs: Any = None,
     ep: int = 1,
+    known: Known | None = None,
 ) -> CompiledPlan:
     """Compile ``plan`` onto ``model`` for ``tp`` ranks; nothing of the model changes.
 
@@ -56,12 +58,14 @@ def compile_plan(
         sequence_parallel, kernels: override the plan's.
         inputs: a call the model accepts (a mapping of keyword arguments, a tuple, or a tensor) to
             trace it with, or a list of calls; by default token ids of shape (2, 8).
+        known: what was found for other ranks, and is not looked for again.
 
     Raises:
         PlanError: with every problem found.
     """
     with same_randomness():
         compiler = _Compiler(model, plan, tp, sequence_parallel, ep)
+        compiler.known = Known() if known is None else known
         compiler.check_structure(kernels)
         if compiler.complaints.wrong:
             compiler.check_sizes(inputs)
@@ -72,7 +76,13 @@ def compile_plan(
 
 
 class _Compiler(Outcome):
-    """Finds it all, step by step."""
+    """Finds it all, step by step.
+
+    Attributes:
+        known: of the model, from compiling it before.
+    """
+
+    known: Known
 
     def __init__(
         self, model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool | None, ep: int
@@ -118,7 +128,9 @@ class _Compiler(Outcome):
         if self.of("stacked"):
             first = routed(self.model, calls[0]) or calls[:1]
             calls = (*first, *calls[1:])
-        drawing = self.observe(calls)
+        about = self.model, self.plan, inputs
+        self.trace, drawing = self.known.once(about, "traces", lambda: self.traces(calls))
+        self.orient()
         drawn = self.find_regions(drawing)
         self.sizes.lay_out(self.trace)
         buffers = self.matches.buffers.items()
@@ -129,7 +141,11 @@ class _Compiler(Outcome):
         traces = (self.trace, drawing)
         self.read = read_by_others(traces, self.placing.names.values())
         dim, columns = self.plan.sequence_dim, self.sizes.columns
-        self.probed = probe_modules(self.model, self.styles, columns, traces, dim)
+        self.probed = self.known.once(
+            about,
+            ("probed", frozenset(columns)),
+            lambda: probe_modules(self.model, self.styles, columns, traces, dim),
+        )
         self.gated = gated_norms(self.model, self.styles, columns, self.trace, self.tp)
         self.fused = fused_modules(self.model, self.styles, columns, self.sizes.transposed, traces)
         self.complaints.stop_if_any()
@@ -154,8 +170,9 @@ class _Compiler(Outcome):
         self.bare, drawn = (
             bare_regions(trace, cut, self.styles, aliases) for trace in (self.trace, drawing)
         )
+        made = block_rules(self.matches.modules)
         for trace, regions in ((self.trace, self.bare), (drawing, drawn)):
-            regions.update(blocks(trace, self.styles))
+            regions.update(blocks(trace, self.styles, made))
         gathers |= {
             path: gathers.get(path, frozenset())
             | {a.name for names in region.entering.values() for a in names}
@@ -170,12 +187,9 @@ class _Compiler(Outcome):
         self.elements = infer.find_elements(
             self.trace, self.styles, self.plan.layers, self.boundaries, self.multihead, summing
         )
-        layers = {path for path in self.block_rules if path.rpartition(".")[2].isdigit()}
-        lone = sorted(layers | (self.block_rules.keys() & self.elements.keys()))
-        for path in lone[:1]:
-            message = "an element of the stack calls experts itself, not a module around these"
-            hint = "put the experts, and what routes to them, in a module that gives their sum"
-            self.complaints.about(self.block_rules[path], lone, message, hint)
+        found = self.block_rules.keys()
+        elements, rows = self.elements.keys(), self.sequence_parallel
+        checks.check_blocks(made, found, elements, rows, self.complaints)
         self.together = reduced_together(
             (self.trace, drawing),
             {p: r for p, r in self.matches.modules.items() if p not in self.partial | self.staying},
@@ -211,20 +225,23 @@ class _Compiler(Outcome):
             for path, found in self.boundaries.items()
         }
 
-    def observe(self, calls: Sequence[Call]) -> Trace:
-        """Trace the model in evaluation; the trace in training is returned."""
+    def traces(self, calls: Sequence[Call]) -> tuple[Trace, Trace]:
+        """The model's traces in evaluation and in training."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with no_fakes_kept():
             try:
                 shadow = shadow_of(self.model, mode)
                 hide(shadow, self.of("stacked"))
-                drawing = self.trace_both(shadow, mode, calls)
+                return self.trace_both(shadow, mode, calls)
             except NeedsValuesError as error:
                 computing = computing_shadow_of(self.model)
                 if computing is None:
                     raise self.cannot_run(error) from error
                 hide(computing, self.of("stacked"))
-                drawing = self.trace_both(computing, Numbers(), calls)
+                return self.trace_both(computing, Numbers(), calls)
+
+    def orient(self) -> None:
+        """Of what the trace shows, what is the same on any number of ranks."""
         tied = {
             name.rpartition(".")[0]
             for names in self.placing.names.values()
@@ -235,27 +252,26 @@ class _Compiler(Outcome):
         self.cut = self.cut_by_own_rules()
         self.unreached = unreached(self.model, self.trace, rules, self.cut, held)
         self.sizes.orient(self.trace)
-        return drawing
 
     def check_sizes(self, inputs: Any) -> None:
         """What tp does not fit either, where something else is wrong already."""
         try:
-            self.observe(calls_for(self.model, inputs))
+            self.trace, _ = self.traces(calls_for(self.model, inputs))
+            self.orient()
             self.sizes.lay_out(self.trace)
         except PlanError as error:
             self.complaints.wrong.extend(error.diagnostics)
 
     def trace_both(
         self, shadow: nn.Module, mode: FakeTensorMode | Numbers, calls: Sequence[Call]
-    ) -> Trace:
-        """Trace in evaluation, and in training, which is returned.
+    ) -> tuple[Trace, Trace]:
+        """Trace in evaluation, and in training.
 
         Raises:
             NeedsValuesError: where the model's code hangs on numbers that are not there.
         """
         try:
-            self.trace = record(shadow.eval(), mode, calls)
-            return record(shadow.train(), mode, calls)
+            return record(shadow.eval(), mode, calls), record(shadow.train(), mode, calls)
         except (PlanError, *NeedsValuesError):
             raise
         except Exception as error:
@@ -285,6 +301,8 @@ class _Compiler(Outcome):
         if cause is not None:
             self.complaints.wrong[said:] = [led(cause, self.complaints.wrong[said:])]
         self.check_bare()
+        drawing = {path for path, kinds in self.draws.items() if kinds}
+        checks.check_evaluating(self.multihead, drawing, self.complaints)
         if self.sequence_parallel:
             self.check_rows()
 

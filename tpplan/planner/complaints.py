@@ -36,9 +36,12 @@ class Complaints:
         message: str,
         hint: str | None = None,
         related: tuple[tuple[str, Position], ...] = (),
+        option: str = "",
     ) -> None:
-        """Something about modules, at the rule that is to blame."""
+        """Something about modules, at the rule that is to blame, or at an option of it."""
         position = self.position_of("rules:") if rule is None else rule.position
+        if rule is not None:
+            position = rule.option_positions.get(option, position)
         self.wrong.append(Diagnostic(f"{fold(paths)}: {message}", position, hint, related))
 
     def position_of(self, key: str) -> Position:
@@ -48,11 +51,16 @@ class Complaints:
                 return Position(self.plan.path or self.plan.name, number, 1, line, len(key))
         return self.plan.rules[0].position
 
-    def by_rule(self, found: Mapping[str, str], hint: str | None = None) -> None:
-        """One diagnostic for each rule and message, over all the modules it speaks of."""
+    def by_rule(self, found: Mapping[str, str], hint: str | None = None, option: str = "") -> None:
+        """One diagnostic for each rule and message, over all the modules it speaks of.
+
+        Args:
+            option: which of the rule's options it is about; the rule itself where it is none.
+        """
         groups: dict[tuple[str, str], list[str]] = {}
         for path, message in found.items():
             rule = self.matches.modules.get(path)
             groups.setdefault(("" if rule is None else rule.pattern.text, message), []).append(path)
         for (_, message), paths in groups.items():
-            self.about(self.matches.modules.get(paths[0]), paths, message, hint)
+            rule = self.matches.modules.get(paths[0])
+            self.about(rule, paths, message, hint, option=option)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the block around the experts, which enters once and is reduced once.
+"""Blocks, which enter once and are reduced once: around experts, or where a rule says so.
 
 Inside of a block every rank computes with the whole of what has entered: routers are whole, the
 experts give a part of a sum, and so do the row-parallel layers beside them, which are not reduced
@@ -23,13 +23,27 @@ from tpplan.planner.bare import BareRegion
 from tpplan.styles import NONE, Style, named
 
 
-def blocks(trace: Trace, styles: Mapping[str, Style]) -> dict[str, BareRegion]:
-    """The blocks around the experts of a model, as the regions that they are."""
+def block_rules(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """The modules that are to be blocks, and the rule of each: its experts', or its own."""
+    found = {p: r for p, r in rules.items() if named(r.style).closes(r.options)}
+    for path, rule in rules.items():
+        if named(rule.style).stacked and path not in found:
+            found[path.rpartition(".")[0]] = rule
+    return found
+
+
+def blocks(
+    trace: Trace, styles: Mapping[str, Style], rules: Mapping[str, Rule]
+) -> dict[str, BareRegion]:
+    """The blocks of a model, as the regions that they are.
+
+    Args:
+        rules: see ``block_rules``.
+    """
     found: dict[str, BareRegion] = {}
-    for call in trace.calls:
-        if not styles.get(call.path, NONE).stacked or call.parent is None:
+    for block in trace.calls:
+        if block.path not in rules:
             continue
-        block = trace.calls[call.parent]
         region = _region(trace, block, styles)
         if region is not None:
             known = found.setdefault(block.path, region)
@@ -111,6 +125,8 @@ def _region(trace: Trace, block: Call, styles: Mapping[str, Style]) -> BareRegio
             rows.update([path] if style.sums else [])
         elif not parts.isdisjoint(op.inputs):
             parts.update(op.outputs)
+    if styles.get(block.path, NONE).stacked:
+        parts.update(block.outputs)
     made = zip(block.outputs, block.places, strict=True)
     outputs = tuple(place for n, place in made if n in parts and place is not None)
     entering = {n: names for n, names in block.arguments.items() if n in trace.floating}

@@ -58,16 +58,24 @@ def find_boundaries(
         inside: see ``staying``: what is made of their sum has entered.
     """
     of_columns = {layer for path, layer in adapted.items() if path in columns}
-    entries = _Entries(trace, columns, multihead, heads, gathers, of_columns)
+    entered = _made_of_sums(trace, inside, columns)
+    return _Entries(trace, columns, multihead, heads, gathers, of_columns, entered).boundaries(bare)
+
+
+def _made_of_sums(trace: Trace, inside: Set[str], columns: Set[str]) -> set[int]:
+    """The sums that regions go on with, and what they make of these: it has entered.
+
+    What is made of columns besides is refused where a layer is given it.
+    """
+    found = set[int]()
     for call in trace.calls:
         if call.path in inside and call.parent is not None:
-            # what is made of columns besides is refused where a layer is given it
-            entries.inside.update(call.outputs)
+            found.update(call.outputs)
             for op in trace.ops[call.last_op : trace.calls[call.parent].last_op]:
                 made = trace.calls[op.call].path in columns
-                if not made and not entries.inside.isdisjoint(op.inputs):
-                    entries.inside.update(op.outputs)
-    return entries.boundaries(bare)
+                if not made and not found.isdisjoint(op.inputs):
+                    found.update(op.outputs)
+    return found
 
 
 class _Entries:
@@ -81,7 +89,9 @@ class _Entries:
         heads: set[str],
         gathers: Mapping[str, frozenset[str]],
         adapted: Set[str],
+        entered: Set[int],
     ) -> None:
+        self.entered = entered
         self.trace, self.columns, self.multihead, self.heads = trace, columns, multihead, heads
         self.adapted = adapted
         self.uses: dict[int, list[int]] = {}
@@ -102,7 +112,6 @@ class _Entries:
             if call.path in adapted
             for number in call.arguments
         }
-        self.inside: set[int] = set()
         self.entries: dict[tuple[str, int], tuple[tuple[Argument, ...], list[str]]] = {}
 
     def boundaries(self, bare: Mapping[str, BareRegion]) -> dict[str, tuple[Boundary, ...]]:
@@ -148,7 +157,7 @@ class _Entries:
     def enter(self, call: Call) -> None:
         """What a projection or a head is given enters there, or further out."""
         given = stream_input(self.trace, call)
-        if given is None or given in self.inside:
+        if given is None or given in self.entered:
             return
         path, given, arguments = self.outermost(call, given)
         consumers = self.entries.setdefault((path, given), (arguments, []))[1]

@@ -26,8 +26,9 @@ from tpplan.observe.probe import Finding
 from tpplan.observe.trace import Trace
 from tpplan.places import Argument, Place
 from tpplan.planner import infer
-from tpplan.planner.bare import BareRegion
+from tpplan.planner.bare import BareRegion, partial_rows
 from tpplan.planner.complaints import Complaints
+from tpplan.planner.experts import block_rules
 from tpplan.planner.flow import Flow
 from tpplan.planner.kernels import choose
 from tpplan.planner.match import Matches
@@ -140,22 +141,28 @@ class Outcome:
 
     def summed_in(self, path: str) -> Summed | None:
         """What a module gives a part of, or adds once to what it gives a part of."""
-        if path in self.bare:
-            return self.bare[path].summed
+        summed = self.bare[path].summed if path in self.bare else None
         shared = self.sizes.stacked.get(path)
-        return None if shared is None else Summed((), shared.added)
+        if shared is None:
+            return summed
+        # ranks of ep alone have whole experts, and tokens of their own
+        return Summed(() if summed is None or self.tp == 1 else summed.outputs, shared.added)
+
+    def boundaries_of(self, path: str) -> tuple[Boundary, ...]:
+        """Where the stream enters at a module."""
+        whole = self.tp == 1 and path in self.sizes.stacked
+        return () if whole else self.boundaries.get(path, ())
 
     @functools.cached_property
     def block_rules(self) -> dict[str, Rule]:
-        """The rule of the experts in each block."""
-        around = {path.rpartition(".")[0]: path for path in self.of("stacked")}
-        blocks = {path for path, region in self.bare.items() if region.block}
-        return {path: self.matches.modules[around[path]] for path in blocks}
+        """The rule that makes each block one."""
+        rules = block_rules(self.matches.modules)
+        return {path: rules[path] for path, region in self.bare.items() if region.block}
 
     @functools.cached_property
     def partial(self) -> frozenset[str]:
-        """Row-parallel layers that do not reduce what they give."""
-        return frozenset[str]().union(*(region.rows for region in self.bare.values()))
+        """See ``partial_rows``."""
+        return partial_rows(self.bare)
 
     @functools.cached_property
     def staying(self) -> frozenset[str]:
@@ -191,7 +198,7 @@ class Outcome:
                 style=None if rule is None else rule.style,
                 rule=rule,
                 parameters=own,
-                boundaries=self.boundaries.get(path, ()),
+                boundaries=self.boundaries_of(path),
                 element=self.elements.get(path),
                 rows=self.styles.get(path, NONE).rows,
                 stream=self.stream_of(path),

@@ -74,7 +74,9 @@ class Regions:
         bare = {n: (r, placement(n)) for n, r in parameters.items() if named(r.style).sharded}
         columns = found.sizes.columns | found.multihead
         cut = (found.sizes.layouts, columns, bare, found.placing.lists)
-        tried = (prove(found.model, plans, *cut, found.tp, call) for call in calls)
+        # parts in blocks are answered, for as many ranks as there are; others are computed
+        every = any(r.summed is not None and not r.block for r in found.bare.values())
+        tried = (prove(found.model, plans, *cut, found.tp, call, every) for call in calls)
         return next((failure for failure in tried if failure is not None), None)
 
     def _region(self, path: str) -> str | None:

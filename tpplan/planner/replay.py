@@ -68,14 +68,16 @@ def prove(
     lists: set[str],
     tp: int,
     call: tuple[tuple[Any, ...], dict[str, Any]],
+    every: bool,
 ) -> Failure | None:
-    """Replay ``call`` for the ranks of ``tp``; the first departure, or None where there is none.
+    """Replay ``call`` for ranks of ``tp``; the first departure, or None where there is none.
 
     Args:
         layouts: the rows of those column-parallel layers that are not simply cut evenly.
         columns: the column-parallel projections (others with that style run their own forward).
         bare: parameters that are cut by a rule of their own, and how.
         lists: those with a module for each head.
+        every: whether it takes all ranks to make a sum, and not some as well as all.
     """
     replay = _Replay(model, plans, layouts, columns, bare, lists, tp)
     try:
@@ -83,8 +85,7 @@ def prove(
             replay.run(call, None)
     except Exception as error:
         return _stopped(replay, None, "cannot be run on random numbers", error)
-    some = {0, 1, tp // 2, tp - 1}
-    for rank in range(tp) if any(plan.summed for plan in plans.values()) else sorted(some):
+    for rank in range(tp) if every else sorted({0, 1, tp // 2, tp - 1}):
         try:
             with torch.no_grad(), replay.own(rank):
                 replay.run(call, rank)
@@ -145,7 +146,7 @@ class _Replay:
                 module.forward = self._inner(path, original, plan)  # type: ignore[method-assign]
                 self.inner += [] if plan.norm else [path]
             elif named(plan.style).stacked:
-                module.forward = self._experts(path)  # type: ignore[method-assign]
+                module.forward = self._experts(path, plan)  # type: ignore[method-assign]
             elif plan.summed is not None:
                 module.forward = self._summed(path, original, plan.summed)  # type: ignore[method-assign]
             elif plan.multihead:
@@ -243,7 +244,7 @@ class _Replay:
 
         return forward
 
-    def _experts(self, path: str) -> Callable[..., Any]:
+    def _experts(self, path: str, plan: ModulePlan) -> Callable[..., Any]:
         """Stacked experts, which were run by themselves: of random numbers a rank has a part."""
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -255,7 +256,8 @@ class _Replay:
                 return made.clone()
             event = self._next(path)
             compare(path, event.given, given, "its input is not the whole model's")
-            return self._share(event)
+            whole = plan.summed is not None and plan.summed.outputs
+            return event.made.clone() if whole else self._share(event)
 
         return forward
 

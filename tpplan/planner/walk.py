@@ -16,7 +16,7 @@ from dataclasses import replace
 from tpplan.compiled import Boundary, Detour, Element
 from tpplan.language import Rule
 from tpplan.observe.trace import Call, Op, Trace
-from tpplan.planner.bare import BareRegion
+from tpplan.planner.bare import BareRegion, partial_rows
 from tpplan.planner.flow import Flow
 from tpplan.planner.infer import nearest, sources, staying
 from tpplan.planner.noise import Noise
@@ -66,7 +66,7 @@ class Walk(Notes):
         }
         self.staying = staying(rules)
         self.boundaries, self.elements, self.bare = boundaries, elements, bare
-        self.partial = frozenset[str]().union(*(region.rows for region in bare.values()))
+        self.partial = partial_rows(bare)
         self.local, self.dim, self.cut, self.dropouts = local, dim, cut, dropouts
         self.flow = Flow()
         self.region: set[int] = set()

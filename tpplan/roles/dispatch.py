@@ -39,7 +39,7 @@ class Dispatched(Experts):
     how many these are: a mean, as data parallelism makes it of all other gradients.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _tpplan_made(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not compat.fakes_are_made():
             self._tpplan_require_same((args, kwargs))
         narrow = vars(self).get("_tpplan_narrow")

@@ -43,10 +43,15 @@ def given_at(made: Any, place: Place) -> torch.Tensor | None:
 class Experts(Summing):
     """Y_i of Y = sum_i f(X, A_i): the module's own forward on this rank's inner columns.
 
-    The block around it has the sum. Where only sizes are known it is one op.
+    The block around it has the sum, unless it is reduced here. Where only sizes are known it is
+    one op.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tpplan_summed(self._tpplan_made(*args, **kwargs), args, kwargs)
+
+    def _tpplan_made(self, *args: Any, **kwargs: Any) -> Any:
+        """Its part of the sum."""
         if not torch.compiler.is_compiling() and compat.fakes_are_made():
             return experts.of_sizes((args, kwargs), list(self._locals()), self._tpplan_among())
         self._tpplan_require_same((args, kwargs))
@@ -59,7 +64,7 @@ class Experts(Summing):
         return 1
 
     def _tpplan_part(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
+        return super(Summing, self).forward(*args, **kwargs)
 
     def _tpplan_require_same(self, given: Any) -> None:
         """Compare, at some calls, which experts the ranks chose."""

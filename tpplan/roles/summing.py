@@ -20,8 +20,11 @@ class Summing(LocalParameters):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tpplan_summed(super().forward(*args, **kwargs), args, kwargs)
+
+    def _tpplan_summed(self, made: Any, args: Any, kwargs: Any) -> Any:
+        """What is a part of a sum in what it gives, reduced."""
         state = self._tpplan
-        made = super().forward(*args, **kwargs)
         if state.stream.shared is None and state.alone:
             return made
         assert state.plan.summed is not None

@@ -81,7 +81,7 @@ def execute(
         world = fake_world(compiled.tp, ep=compiled.ep)
         mesh = stack.enter_context(world) if compiled.tp * compiled.ep > 1 else None
         stack.enter_context(mode)
-        apply(shadow, compiled, mesh, src_data_rank=None)
+        apply(shadow, compiled, mesh, src_data_rank=None, outside=False)
         if mesh is None:
             hide(shadow, stacked_in(compiled))
         if training.checkpointing:

@@ -63,29 +63,43 @@ def take_step(
         return {}
     if max_norm is not None:
         clip_grad_norm_(named.values(), max_norm)
+    # these work on each number by itself: DTensors would take longer, and do the same to shards
+    by_number = make in OPTIMIZERS.values()
     masters: dict[str, nn.Parameter] = {}
     for name, parameter in named.items():
+        held, grad = _held(parameter, by_number), _held(parameter.grad, by_number)
         if master_weights and parameter.dtype in _SHORT:
-            assert parameter.grad is not None
-            masters[name] = nn.Parameter(parameter.detach().float())
-            masters[name].grad = parameter.grad.float()
+            masters[name] = nn.Parameter(held.detach().float())
+            masters[name].grad = grad.float()
             parameter.grad = None
-    groups = by_mesh(masters.get(name, p) for name, p in named.items())
+        elif held is not parameter:
+            masters[name] = nn.Parameter(held)
+            masters[name].grad = grad
+        del grad
     states: dict[torch.Tensor, Any] = {}
-    for group in groups:
-        optimizer = make(group)
+    paths = {id(parameter): name for name, parameter in named.items()}
+    for group in by_mesh(named.values()):
+        optimizer = make([masters.get(paths[id(p)], p) for p in group])
         optimizer.step()
         states.update(optimizer.state)
     with torch.no_grad():
         for name, master in masters.items():
-            named[name].copy_(master)
+            held = _held(named[name], by_number)
+            if held.dtype is not master.dtype:
+                held.copy_(master)
     found = {}
     for name, parameter in named.items():
-        state = states.get(masters.get(name, parameter), {})
-        found[name] = sum(_bytes(value) for value in state.values())
-        if name in masters:
-            found[name] += _bytes(masters[name])
+        master = masters.get(name, parameter)
+        found[name] = sum(_bytes(value) for value in states.get(master, {}).values())
+        if master.dtype is not parameter.dtype:
+            found[name] += _bytes(master)
     return found
+
+
+def _held(tensor: torch.Tensor | None, local: bool) -> torch.Tensor:
+    """A tensor, or what this rank holds of it."""
+    assert tensor is not None
+    return local_of(tensor) if local and isinstance(tensor, DTensor) else tensor
 
 
 def _bytes(value: Any) -> int:

@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from tpplan.compat import (
     FakeTensor,
+    answers,
     local_of,
     memory_of,
     rehearsed_in,
@@ -24,7 +25,7 @@ from tpplan.compat import (
 )
 from tpplan.roles.lowered import passive
 from tpplan.simulate import flops as flops
-from tpplan.simulate.recorder import Recorder, tensors_in
+from tpplan.simulate.recorder import KINDS, Recorder, tensors_in
 from tpplan.simulate.steps import Collective, Matmul, Member, Step
 
 _aten = torch.ops.aten
@@ -161,6 +162,31 @@ class Tracker(Recorder):
         if self._aside.depth:
             return func(*args, **(kwargs or {}))
         self._enter_step()
+        kwargs = kwargs or {}
+        question = None if func._schema.name in KINDS else answers.asked(func, args, kwargs)
+        if question is None:
+            return self._run(func, types, args, kwargs)[0]
+        answer = answers.remembered(question)
+        if answer is not None:
+            return self._again(answer, question)
+        out, work = self._run(func, types, args, kwargs)
+        answers.remember(question, out, work)
+        return out
+
+    def _again(self, answer: answers.Answer, question: answers.Question) -> Any:
+        """An op whose like was run before."""
+        out = answers.again(answer, question)
+        for made, tensor in zip(answer.made, tensors_in(out), strict=True):
+            if made.base is None:
+                self._note(tensor.untyped_storage())
+        if answer.told is not None:
+            self._add(answer.told)
+        return out
+
+    def _run(
+        self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, Matmul | int | None]:
+        """What an op makes; and its work, unless it only looks at what it is given or sends it."""
         before = len(self.collectives)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         given, made = tensors_in((args, kwargs)), tensors_in(out)
@@ -174,8 +200,10 @@ class Tracker(Recorder):
             self._issues.append(self._open)
             self._close(self.collectives[-1])
         elif new or func._schema.is_mutable:
-            self._count(func, args, kwargs or {}, out, [*given, *made])
-        return out
+            work = _work_of(func, args, kwargs, out, [*given, *made])
+            self._add(work)
+            return out, work
+        return out, None
 
     def _enter_step(self) -> None:
         module, element = self._place()
@@ -217,24 +245,14 @@ class Tracker(Recorder):
         step.net += size
         step.peak = max(step.peak, step.net)
 
-    def _count(
-        self, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, tensors: Any
-    ) -> None:
+    def _add(self, work: Matmul | int) -> None:
+        """An op to the open step."""
         step = self._open
         step.ops += 1
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        packet = func._overloadpacket
-        formula = flop_registry.get(packet)
-        if packet in _FLOPS:
-            count, known = _FLOPS[packet]
-            flops = known(*(t.shape for t in args[:count]))
-        elif formula is not None:
-            flops = formula(*args, **kwargs, out_val=out)
+        if isinstance(work, int):
+            step.moved += work
         else:
-            step.moved += size
-            return
-        dtype = str(tensors[0].dtype).removeprefix("torch.")
-        step.matmuls[Matmul(int(flops), size, dtype)] += 1
+            step.matmuls[work] += 1
 
     # --- afterwards
 
@@ -252,3 +270,20 @@ class Tracker(Recorder):
         """Everything recorded so far, in order."""
         self._close(None)
         return tuple(step.closed(collective) for step, collective in self._closed)
+
+
+def _work_of(
+    func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, tensors: Sequence[torch.Tensor]
+) -> Matmul | int:
+    """The FLOPs of an op and the bytes it reads and writes; these alone where it has no FLOPs."""
+    size = sum(t.numel() * t.element_size() for t in tensors)
+    packet = func._overloadpacket
+    formula = flop_registry.get(packet)
+    if packet in _FLOPS:
+        count, known = _FLOPS[packet]
+        flops = known(*(t.shape for t in args[:count]))
+    elif formula is not None:
+        flops = formula(*args, **kwargs, out_val=out)
+    else:
+        return size
+    return Matmul(int(flops), size, str(tensors[0].dtype).removeprefix("torch."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -47,6 +48,10 @@ class Attention(Style):
         """Whether it is torch's own."""
         return runs_as(module, nn.MultiheadAttention)
 
+    def closes(self, options: Mapping[str, object]) -> bool:
+        """As the plan says."""
+        return options.get("reduce") == "here"
+
     def placement(
         self, leaf: str, module: nn.Module, transposed: bool, rows: Rows | None
     ) -> Placement:
@@ -82,7 +87,7 @@ class Attention(Style):
         if plan.multihead:
             return [MultiheadAttention], None
         roles, inner = super().roles(plan, module, fused)
-        if plan.options.get("eval") and plan.draws is None:
+        if plan.options.get("eval"):
             roles = [AsInEvaluation, *roles]
         return roles, inner
 

@@ -34,6 +34,10 @@ class Experts(Style):
         """As the plan says."""
         return options.get("shard") == "experts"
 
+    def closes(self, options: Mapping[str, object]) -> bool:
+        """As the plan says."""
+        return options.get("reduce") == "here"
+
     def ways(self) -> Mapping[str, Mapping[str, object]]:
         """Columns of all of them, or some of them."""
         return {word: {"shard": word} for word in ("inner", "experts")}

@@ -97,6 +97,10 @@ class Style:
         """Whether a sum is for the code of the region that it is made in, which goes on."""
         return False
 
+    def closes(self, options: Mapping[str, object]) -> bool:
+        """Whether the sums of the row-parallel layers inside are reduced where it gives them."""
+        return False
+
     def low_rank(self, options: Mapping[str, object]) -> tuple[Factor, Factor] | None:
         """What becomes of A and B where x A B is added to what such a module makes of x."""
         return None
