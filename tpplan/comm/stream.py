@@ -77,7 +77,7 @@ class Stream:
             runs others is called by the user; None where none is.
         started: the number of the autograd node with which the element that ran last began.
         saves_rows: whether products keep a rank's rows of what was gathered for them.
-        recomputed: forms of kernels whose results are made again in backward, not kept for products.
+        recomputed: forms of kernels whose results backward makes again, and products do not keep.
         parts: of the element that runs, None where its layers are reduced one by one.
         whole_results: whether the user is given full tensors only, no sharded logits.
         randomness: the random sequences of this rank.
