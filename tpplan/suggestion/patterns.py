@@ -1,0 +1,149 @@
+"""Rules as a person would write them: what repeats is one pattern, what is alike one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from tpplan.language import Pattern
+from tpplan.suggestion.draft import Decision
+
+_MANY, _WIDE, _LONGEST = 400, 900, 80
+
+
+class Names:
+    """All that a pattern may match in a model, under all of its names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        first: dict[int, str] = {}
+        self.modules = {
+            path: first.setdefault(id(module), path)
+            for path, module in model.named_modules(remove_duplicate=False)
+        }
+        self.tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self.tensors += [name for name, _ in model.named_buffers()]
+        self._known: dict[str, frozenset[str]] = {}
+
+    def matched(self, text: str) -> frozenset[str]:
+        """The modules a pattern matches, else the parameters and buffers, as a plan's rule does."""
+        if text not in self._known:
+            pattern = Pattern(text)
+            found = {self.modules[path] for path in self.modules if pattern.matches(path)}
+            found = found or {name for name in self.tensors if pattern.matches(name)}
+            self._known[text] = frozenset(found)
+        return self._known[text]
+
+
+def patterns_of(
+    decisions: Mapping[str, Decision], names: Names
+) -> list[tuple[str, Decision, tuple[str, ...]]]:
+    """Few patterns for all decisions, in the order of these: each with the paths that it is for."""
+    alike: dict[str, list[str]] = {}
+    kinds: dict[str, Decision] = {}
+    places = {path: i for i, path in enumerate((*names.modules.values(), *names.tensors))}
+    decisions = {path: decisions[path] for path in sorted(decisions, key=places.__getitem__)}
+    for path, decision in decisions.items():
+        key = repr((decision.style, dict(decision.options), decision.why))
+        alike.setdefault(key, []).append(path)
+        kinds[key] = decision
+    found = []
+    order = {path: i for i, path in enumerate(decisions)}
+    for key, paths in alike.items():
+        texts = _joined(_starred(paths, names), set(paths), names, order)
+        found += [(text, kinds[key], tuple(p for p in paths if p in of)) for text, of in texts]
+    return sorted(found, key=lambda rule: order[rule[2][0]])
+
+
+def _starred(paths: Sequence[str], names: Names) -> list[tuple[str, frozenset[str]]]:
+    """Patterns with ``*`` for the numbers of layers, wherever nothing else is matched by it."""
+    left, wanted = list(paths), set(paths)
+    found: list[tuple[str, frozenset[str]]] = []
+    while left:
+        text = left[0]
+        for at, step in enumerate(left[0].split(".")):
+            steps = text.split(".")
+            steps[at] = "*" if step.isdigit() else step
+            wider = ".".join(steps)
+            if wider != text and len(steps) > 1 and _only(wider, wanted, names):
+                text = wider
+            elif step.isdigit():
+                text = _numbered(text, at, wanted, names)
+        of = names.matched(text) if text != left[0] else frozenset([left[0]])
+        found.append((text, of))
+        left = [path for path in left if path not in of]
+    return found
+
+
+def _numbered(text: str, at: int, wanted: set[str], names: Names) -> str:
+    """The pattern with the numbers of those that are wanted among others in the place of one."""
+    steps = text.split(".")
+    any_number = Pattern(".".join([*steps[:at], "*", *steps[at + 1 :]]))
+    numbers = sorted({int(p.split(".")[at]) for p in wanted if any_number.matches(p)})
+    wider = ".".join([*steps[:at], f"{{{','.join(map(str, numbers))}}}", *steps[at + 1 :]])
+    fits = 1 < len(numbers) < _MANY and len(wider) < _WIDE and _only(wider, wanted, names)
+    return wider if fits else text
+
+
+def _only(text: str, wanted: set[str], names: Names) -> bool:
+    """Whether a pattern matches nothing but what is wanted."""
+    found = names.matched(text)
+    return bool(found) and found <= wanted
+
+
+def _joined(
+    texts: list[tuple[str, frozenset[str]]],
+    wanted: set[str],
+    names: Names,
+    order: Mapping[str, int],
+) -> list[tuple[str, frozenset[str]]]:
+    """Patterns that differ in one step as one with braces, if it matches nothing else.
+
+    Outside of layers only those that nothing else lies between.
+    """
+    for from_end in (1, 2, 3, 4, 5):
+        groups: dict[tuple[object, ...], list[tuple[str, frozenset[str]]]] = {}
+        for text, of in texts:
+            steps = text.split(".")
+            at = len(steps) - from_end
+            whole = at < 0 or (at == 0 and from_end == 1) or "{" in steps[at] or "*" == steps[at]
+            key: tuple[object, ...] = (text,) if whole else (at, *steps[:at], "", *steps[at + 1 :])
+            group = groups.setdefault(key, [])
+            last = max((order[path] for _, known in group for path in known), default=None)
+            apart = last is not None and min(order[path] for path in of) != last + 1
+            if apart and "*" not in text:
+                groups.setdefault((text,), []).append((text, of))
+                continue
+            group.append((text, of))
+        texts = []
+        for members in groups.values():
+            if len(members) > 1:
+                steps = [text.split(".") for text, _ in members]
+                at = len(steps[0]) - from_end
+                one = ".".join(
+                    [*steps[0][:at], _braces([s[at] for s in steps]), *steps[0][at + 1 :]]
+                )
+                if len(one) <= _LONGEST and _only(one, wanted, names):
+                    texts.append((one, names.matched(one)))
+                    continue
+            texts += members
+    return texts
+
+
+def _braces(words: Sequence[str]) -> str:
+    """The words with what they share outside of the braces, up to an underscore."""
+    front = os.path.commonprefix(list(words))
+    back = os.path.commonprefix([word[len(front) :][::-1] for word in words])[::-1]
+    front, back = _whole(front, words, True), _whole(back, words, False)
+    inner = [word[len(front) : len(word) - len(back)] for word in words]
+    return f"{front}{{{','.join(inner)}}}{back}"
+
+
+def _whole(shared: str, words: Iterable[str], front: bool) -> str:
+    """What words share, cut where a part of their names ends."""
+    if front:
+        digits = all(word[len(shared) :].isdigit() for word in words)
+        return shared if digits else shared[: shared.rfind("_") + 1]
+    at = shared.find("_")
+    return "" if at < 0 else shared[at:]

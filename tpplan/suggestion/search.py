@@ -1,0 +1,156 @@
+"""The search: variants are proposed, and the compiler's proof takes or refuses them.
+
+Each sharded region is tried by itself first, with all else whole; then all of them together, in
+plain tensor parallelism and with the stream sharded along the sequence. What is refused goes to
+its next variant: the one that the diagnostic's line is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from tpplan.language import Plan, PlanError
+from tpplan.planner import compile_plan
+from tpplan.proof import prove
+from tpplan.suggestion.anatomy import Anatomy
+from tpplan.suggestion.draft import Decision, Slot
+from tpplan.suggestion.layouts import WHOLE
+from tpplan.suggestion.patterns import Names
+from tpplan.suggestion.text import plan_from, written
+
+_ROUNDS = 60
+Say = Callable[[str], None]
+
+
+@dataclass
+class Search:
+    """The state of one search; ``run`` leaves the slots at what was taken.
+
+    Attributes:
+        model: the one that variants are tried on, with few layers; tp: the ranks to share it.
+        refusals: what was said of what was left whole, by the slot's name.
+        without: why the stream cannot be sharded along the sequence; "" where it can.
+        tried: how many plans were compiled.
+    """
+
+    model: nn.Module
+    anatomy: Anatomy
+    tp: int
+    inputs: Any
+    say: Say
+    without: str = ""
+    tried: int = 0
+    refusals: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = Names(self.model)
+        self.known = {*self.names.modules.values(), *self.names.tensors}
+
+    def run(self) -> None:
+        """Settle all slots.
+
+        Raises:
+            PlanError: where even what is left cannot be proved.
+        """
+        for slot in self.anatomy.slots:
+            if slot.region:
+                self._settle_alone(slot)
+        self._settle(False)
+        before = [slot.at for slot in self.anatomy.slots]
+        try:
+            self._settle(True)
+        except PlanError as error:
+            self.without = first_line(error)
+            for slot, at in zip(self.anatomy.slots, before, strict=True):
+                slot.at = at
+
+    def decisions(self) -> dict[str, Decision]:
+        """Path -> its rule, for the whole model, in the order of its modules."""
+        found: dict[str, Decision] = {}
+        for slot in self.anatomy.slots:
+            found.update(slot.decisions())
+        return found
+
+    # --- one region
+
+    def _settle_alone(self, slot: Slot) -> None:
+        """The first variant of a region that is proved where all else is whole."""
+        self.say(f"trying {slot.name}")
+        paths = {path for held in slot.members.values() for path in held}
+        others: dict[str, Decision] = {}
+        for other in self.anatomy.slots:
+            if other is not slot:
+                held = {p for role in other.variants[-1] for p in other.members.get(role, ())}
+                others.update(dict.fromkeys(held - paths, WHOLE))
+        while True:
+            error = self._refused({**others, **slot.decisions()}, False)
+            if error is None:
+                return
+            if not slot.advance(first_line(error)):
+                return
+
+    # --- all of them
+
+    def _settle(self, sequence_parallel: bool) -> None:
+        self.say("all of it, " + ("with" if sequence_parallel else "without") + " the sequence cut")
+        for _ in range(_ROUNDS):
+            error = self._refused(self.decisions(), sequence_parallel)
+            if error is None:
+                return
+            if not self._repair(error):
+                raise error
+        raise error
+
+    def _repair(self, error: PlanError) -> bool:
+        """Another variant for what was complained of."""
+        for diagnostic in error.diagnostics:
+            places = [diagnostic.position, *(place for _, place in diagnostic.related)]
+            for place in places:
+                paths = self.where.get(place.line, ()) if place is not None else ()
+                for slot in self._slots_of(paths):
+                    if slot.advance(diagnostic.message):
+                        return True
+        outside = [s for s in self.anatomy.slots if not s.region and self._is_outside(s)]
+        return any(slot.advance(first_line(error)) for slot in reversed(outside))
+
+    def _is_outside(self, slot: Slot) -> bool:
+        inside = tuple(f"{path}." for path in self.anatomy.elements)
+        return not any(p.startswith(inside) for held in slot.members.values() for p in held)
+
+    def _slots_of(self, paths: Iterable[str]) -> list[Slot]:
+        wanted = set(paths)
+        return [s for s in self.anatomy.slots if not wanted.isdisjoint(s.decisions())]
+
+    def _refused(
+        self, decisions: Mapping[str, Decision], sequence_parallel: bool
+    ) -> PlanError | None:
+        """What is said of a plan; None of one that is proved."""
+        kept = {path: d for path, d in decisions.items() if path in self.known}
+        text, self.where = written(kept, self.names, {}); import os; os.environ.get('SHOW') and print(text)
+        self.tried += 1
+        try:
+            examine(self.model, plan_from(text), self.tp, sequence_parallel, self.inputs)
+        except PlanError as error:
+            return error
+        return None
+
+
+def examine(
+    model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool, inputs: Any
+) -> None:
+    """Compile a plan and run it on simulated ranks.
+
+    Raises:
+        PlanError: where either refuses it.
+    """
+    compiled = compile_plan(model, plan, tp, sequence_parallel, inputs=inputs)
+    prove(model, compiled, inputs)
+
+
+def first_line(error: PlanError) -> str:
+    """The first thing that an error says."""
+    return error.diagnostics[0].message
