@@ -11,7 +11,7 @@ from tpplan.observe.trace import Call, Trace
 from tpplan.planner.views import KEEPING, VIEWS
 from tpplan.styles import runs_as
 from tpplan.styles.vocab import VOCAB
-from tpplan.suggestion.draft import Decision, Slot, Variant
+from tpplan.suggestion.draft import Decision, Slot
 from tpplan.suggestion.layouts import GATHERED, ON_ROWS, WHOLE, Layouts
 from tpplan.suggestion.regions import ElementParts, Reader, Region, element_calls
 from tpplan.suggestion.units import Kind, Units
@@ -46,9 +46,11 @@ class _Builder:
         calls = element_calls(trace, self.units)
         self.root = not calls
         self.calls = calls or trace.calls[:1]
-        self.called = {call.path for call in trace.calls}
+        self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.modules = {path for path, _ in model.named_modules()}
         self.total = sum(p.numel() for p in model.parameters())
         self.slots: dict[object, Slot] = {}
+        self.sizes: dict[object, int] = {}
         self.taken: set[str] = set()
 
     def build(self) -> Anatomy:
@@ -79,33 +81,34 @@ class _Builder:
 
     def _add_region(self, call: Call, region: Region) -> None:
         paths = region.everything()
-        key = tuple((role, starred(path, call.path)) for role, path in region.roles())
-        if key not in self.slots:
+        # where one layer makes a table for all of them, these are one region still
+        ends = {"rows", "columns", "experts", "multihead", "whole"}
+        roles = region.roles()
+        key = tuple((role, starred(path, call.path)) for role, path in roles if role in ends)
+        known = self.slots.get(key)
+        if known is None or len(paths) > self.sizes[key]:
+            self.sizes[key] = len(paths)
             found = Layouts(self.model, self.trace, call, region).variants()
             variants = tuple(
                 {starred(path, call.path): decision for path, decision in one.items()}
                 for one in found
             )
             around = "/".join(starred(p, call.path) for p in (region.rows or paths)[:2])
-            self.slots[key] = Slot(around, {}, variants, region=True)
+            members = {} if known is None else known.members
+            self.slots[key] = Slot(around, members, variants, region=True)
         slot = self.slots[key]
-        members = {role: list(held) for role, held in slot.members.items()}
+        held_by = {role: list(held) for role, held in slot.members.items()}
         for variant in slot.variants:
             for role in variant:
                 path = _unstarred(role, call.path)
-                known = members.setdefault(role, [])
-                if path not in known and self._exists(path):
-                    known.append(path)
-        slot.members = {role: tuple(held) for role, held in members.items()}
+                those = held_by.setdefault(role, [])
+                if path not in those and self._exists(path):
+                    those.append(path)
+        slot.members = {role: tuple(held) for role, held in held_by.items()}
         self.taken.update(paths)
 
     def _exists(self, path: str) -> bool:
-        owner, _, leaf = path.rpartition(".")
-        try:
-            self.model.get_submodule(path)
-        except AttributeError:
-            return leaf in dict(self.model.get_submodule(owner).named_parameters(recurse=False))
-        return True
+        return path in self.parameters or path in self.modules
 
     def _add(
         self, key: object, members: Mapping[str, str], variants: Sequence[Decision]
@@ -122,11 +125,18 @@ class _Builder:
             held[role] = known if path in known else (*known, path)
             self.taken.add(path)
         slot.members = held
-        variant: Variant
         slot.variants = tuple(
-            {**dict.fromkeys(held, next(iter(variant.values()))), **variant}
-            for variant in slot.variants
+            {role: self._fitting(decision, held[role][0]) for role in held}
+            for decision in (next(iter(variant.values())) for variant in slot.variants)
         )
+
+    def _fitting(self, decision: Decision, path: str) -> Decision:
+        """What is decided for a table, for what shares its parameter."""
+        kind = self.units.kinds.get(path)
+        if decision == _TOGETHER and kind is not Kind.TABLE:
+            return _SHARDED
+        bare = path in self.parameters
+        return WHOLE if decision == ON_ROWS and bare else decision
 
     def _add_stream(self, call: Call, parts: ElementParts) -> None:
         for path in parts.stream:
@@ -221,7 +231,9 @@ class _Builder:
     def _of_inputs(self, path: str) -> bool:
         """Whether a table is given what the model was given, as it was."""
         given = set(self.trace.calls[0].arguments)
-        taken = {n for call in self.units.calls(path) for n in call.arguments}
+        calls = list(self.units.calls(path))
+        ops = [op for c in calls for op in self.trace.ops[c.first_op : c.last_op]]
+        taken = {n for op in ops if "embedding" in op.name for n in op.inputs}
         for op in self.trace.ops:
             name = op.name.removeprefix("aten.").split(".")[0]
             if (name in VIEWS or name in KEEPING) and not given.isdisjoint(op.inputs):

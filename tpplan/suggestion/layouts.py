@@ -195,9 +195,9 @@ class Layouts:
         """How the projections that seem to be several in one may be packed."""
         options = {p: [None, *self._layouts_of(p)] for p in self.region.columns}
         open_ = {path: found for path, found in options.items() if len(found) > 1}
-        likely = [path for path in open_ if self._divided(path)]
-        if likely:  # a weight that code divides in parts is hardly one
-            open_ = {p: found[1:] + found[:1] if p in likely else found for p, found in open_.items()}
+        # what is wider than its region's result is hardly one projection, unless it lies by heads
+        likely = [path for path in open_ if self._divided(path) and not self._by_heads(path)]
+        open_ = {p: found[1:] + found[:1] if p in likely else found for p, found in open_.items()}
         for chosen in itertools.product(*open_.values()):
             yield {
                 path: Decision(COLWISE.name, {"packed": packed})
@@ -207,6 +207,13 @@ class Layouts:
 
     def _divided(self, path: str) -> bool:
         return self.shapes.width > 0 and self.shapes.outputs.get(path, 0) > self.shapes.width
+
+    def _by_heads(self, path: str) -> bool:
+        """Whether the first that code does to columns is to view them as heads or groups."""
+        seen = head_views(self.trace, {path}).get(path, [])
+        rest = self.shapes.outputs[path] - self.shapes.width
+        groups = rest // 2 // self.shapes.head_dim if self.shapes.head_dim else 0
+        return bool(seen) and seen[0][0] in (self.shapes.heads, groups) and seen[0][0] > 1
 
     def _layouts_of(self, path: str) -> list[object]:
         total, shapes = self.shapes.outputs.get(path, 0), self.shapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -10,6 +11,7 @@ from torch import nn
 from tpplan.language import Pattern
 from tpplan.suggestion.draft import Decision
 
+_Found = tuple[str, frozenset[str]]
 _MANY, _WIDE, _LONGEST = 400, 900, 80
 
 
@@ -56,19 +58,23 @@ def patterns_of(
     return sorted(found, key=lambda rule: order[rule[2][0]])
 
 
-def _starred(paths: Sequence[str], names: Names) -> list[tuple[str, frozenset[str]]]:
+def _starred(paths: Sequence[str], names: Names) -> list[_Found]:
     """Patterns with ``*`` for the numbers of layers, wherever nothing else is matched by it."""
     left, wanted = list(paths), set(paths)
-    found: list[tuple[str, frozenset[str]]] = []
+    found: list[_Found] = []
     while left:
         text = left[0]
         for at, step in enumerate(left[0].split(".")):
             steps = text.split(".")
             steps[at] = "*" if step.isdigit() else step
             wider = ".".join(steps)
-            if wider != text and len(steps) > 1 and _only(wider, wanted, names):
+            if wider == text or len(steps) == 1:
+                continue
+            first = "*" not in text and "{" not in text
+            more = first or len(names.matched(wider)) > len(names.matched(text))
+            if more and _only(wider, wanted, names):
                 text = wider
-            elif step.isdigit():
+            else:
                 text = _numbered(text, at, wanted, names)
         of = names.matched(text) if text != left[0] else frozenset([left[0]])
         found.append((text, of))
@@ -92,43 +98,57 @@ def _only(text: str, wanted: set[str], names: Names) -> bool:
     return bool(found) and found <= wanted
 
 
+def _all(
+    text: str, members: list[_Found], wanted: set[str], names: Names
+) -> bool:
+    """Whether it matches what its members do; of modules and parameters it takes the modules."""
+    both = frozenset[str]().union(*(of for _, of in members))
+    return _only(text, wanted, names) and both <= names.matched(text)
+
+
 def _joined(
-    texts: list[tuple[str, frozenset[str]]],
-    wanted: set[str],
-    names: Names,
-    order: Mapping[str, int],
-) -> list[tuple[str, frozenset[str]]]:
+    texts: list[_Found], wanted: set[str], names: Names, order: Mapping[str, int]
+) -> list[_Found]:
     """Patterns that differ in one step as one with braces, if it matches nothing else.
 
-    Outside of layers only those that nothing else lies between.
+    Those first whose names end alike.
     """
-    for from_end in (1, 2, 3, 4, 5):
-        groups: dict[tuple[object, ...], list[tuple[str, frozenset[str]]]] = {}
+    for from_end, endings in itertools.product((1, 2, 3, 4, 5), (True, False)):
+        groups: dict[object, list[_Found]] = {}
         for text, of in texts:
-            steps = text.split(".")
-            at = len(steps) - from_end
-            whole = at < 0 or (at == 0 and from_end == 1) or "{" in steps[at] or "*" == steps[at]
-            key: tuple[object, ...] = (text,) if whole else (at, *steps[:at], "", *steps[at + 1 :])
-            group = groups.setdefault(key, [])
-            last = max((order[path] for _, known in group for path in known), default=None)
-            apart = last is not None and min(order[path] for path in of) != last + 1
-            if apart and "*" not in text:
-                groups.setdefault((text,), []).append((text, of))
-                continue
-            group.append((text, of))
-        texts = []
-        for members in groups.values():
-            if len(members) > 1:
-                steps = [text.split(".") for text, _ in members]
-                at = len(steps[0]) - from_end
-                one = ".".join(
-                    [*steps[0][:at], _braces([s[at] for s in steps]), *steps[0][at + 1 :]]
-                )
-                if len(one) <= _LONGEST and _only(one, wanted, names):
-                    texts.append((one, names.matched(one)))
-                    continue
-            texts += members
+            key = _alike(text, from_end, endings)
+            last = groups.get(key, [])[-1:]
+            # outside of layers only what nothing else lies between
+            apart = last and max(map(order.__getitem__, last[0][1])) + 1 != min(
+                map(order.__getitem__, of)
+            )
+            groups.setdefault(text if apart and "*" not in text else key, []).append((text, of))
+        texts = [one for found in groups.values() for one in _one(found, from_end, wanted, names)]
     return texts
+
+
+def _alike(text: str, from_end: int, endings: bool) -> object:
+    """Equal for patterns that differ in that step alone."""
+    steps = text.split(".")
+    at = len(steps) - from_end
+    if at < 0 or (at == 0 and from_end == 1) or "{" in steps[at] or steps[at] == "*":
+        return text
+    end = steps[at].rpartition("_")[2] if endings else ""
+    return at, end, *steps[:at], "", *steps[at + 1 :]
+
+
+def _one(
+    members: list[_Found], from_end: int, wanted: set[str], names: Names
+) -> list[_Found]:
+    """Patterns as one, where that is short and matches what they do."""
+    steps = [text.split(".") for text, _ in members]
+    at = len(steps[0]) - from_end
+    if len(members) == 1:
+        return members
+    braces = _braces([s[at] for s in steps])
+    one = ".".join([*steps[0][:at], braces, *steps[0][at + 1 :]])
+    fits = len(one) <= _LONGEST and _all(one, members, wanted, names)
+    return [(one, names.matched(one))] if fits else members
 
 
 def _braces(words: Sequence[str]) -> str:

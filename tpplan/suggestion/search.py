@@ -60,9 +60,11 @@ class Search:
             if slot.region:
                 self._settle_alone(slot)
         self._settle(False)
+        self._go_back(False)
         before = [slot.at for slot in self.anatomy.slots]
         try:
             self._settle(True)
+            self._go_back(True)
         except PlanError as error:
             self.without = first_line(error)
             for slot, at in zip(self.anatomy.slots, before, strict=True):
@@ -105,6 +107,16 @@ class Search:
                 raise error
         raise error
 
+    def _go_back(self, sequence_parallel: bool) -> None:
+        """Earlier variants of what went on without need; a region was tried by itself."""
+        for slot in self.anatomy.slots:
+            taken = slot.at
+            for at in range(0 if not slot.region else taken, taken):
+                slot.at = at
+                if self._refused(self.decisions(), sequence_parallel) is None:
+                    break
+                slot.at = taken
+
     def _repair(self, error: PlanError) -> bool:
         """Another variant for what was complained of."""
         for diagnostic in error.diagnostics:
@@ -130,7 +142,7 @@ class Search:
     ) -> PlanError | None:
         """What is said of a plan; None of one that is proved."""
         kept = {path: d for path, d in decisions.items() if path in self.known}
-        text, self.where = written(kept, self.names, {}); import os; os.environ.get('SHOW') and print(text)
+        text, self.where = written(kept, self.names, {})
         self.tried += 1
         try:
             examine(self.model, plan_from(text), self.tp, sequence_parallel, self.inputs)
