@@ -18,7 +18,7 @@ from tpplan.comm.meshes import tp_of
 from tpplan.compat import fake_world
 from tpplan.compiled import CompiledPlan
 from tpplan.kernels.launch import interpreted
-from tpplan.language import Diagnostic, FrozenMap, PlanError
+from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.planner import compile_plan
 from tpplan.planner.adapters import adapted_model
 from tpplan.planner.kernels import implementations
@@ -53,7 +53,8 @@ def parallelize(
 
     Args:
         model: real, or on the meta device (then ``to_empty`` and load).
-        plan: a ``Plan``, a path, a shipped plan's name, "auto", or a mapping.
+        plan: a ``Plan``, a path, a shipped plan's name, "auto", or a mapping. "auto" is
+            the shipped plan of the model's class, else a suggested one, with a warning.
         mesh: its dimensions "tp" and "ep" (see docs/guide.md), or the only one, for tp. None: the
             whole world under torchrun; tp 1 in a single process.
         sequence_parallel, kernels: override the plan's.
@@ -78,7 +79,7 @@ def parallelize(
     tp = 1 if tp_mesh is None else tp_mesh.size()
 
     def compile_here() -> CompiledPlan:
-        loaded = load_plan(plan, adapted_model(model))
+        loaded = _plan_for(model, plan, tp, inputs)
         return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs, ep)
 
     words = {"prove": prove, "src_data_rank": src_data_rank}
@@ -152,7 +153,7 @@ def dry_run(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, batch, seq)
-    loaded = load_plan(plan, adapted_model(model))
+    loaded = _plan_for(model, plan, tp, inputs)
     setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs, ep)
     timed_on = cost.load_hardware(hardware or cost.DEFAULT)
     found = cost.dry_run(model, setting, batch, seq, training, fold, timed_on)
@@ -203,7 +204,7 @@ def advise(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, micro_batch, seq)
-    setting = cost.Setting(load_plan(plan, adapted_model(model)), 1, None, kernels, inputs)
+    setting = cost.Setting(_plan_for(model, plan, 2, inputs), 1, None, kernels, inputs)
     task = cost.Task(gpus or timed_on.node, batch, seq, micro_batch)
     return Advice.of(cost.advise(model, setting, task, training, timed_on, told))
 
@@ -225,7 +226,7 @@ def check(
     Raises:
         PlanError: with every problem found.
     """
-    loaded = load_plan(plan, adapted_model(model))
+    loaded = _plan_for(model, plan, tp, inputs)
     compiled = compile_plan(model, loaded, tp, sequence_parallel, inputs=inputs, ep=ep)
     if tp * ep > 1:
         _warn(compiled, None)
@@ -246,6 +247,52 @@ def _warn(compiled: CompiledPlan, mesh: DeviceMesh | None) -> None:
             "it is run. To have it proved, add a call that comes to it to the list of inputs="
         )
         warnings.warn(message, stacklevel=3)
+
+
+def suggest(
+    model: nn.Module,
+    tp: int,
+    inputs: Any = None,
+    *,
+    batch: int = 1,
+    seq: int = 2048,
+    hardware: HardwareSource | None = None,
+    told: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Write a plan for a model that has none, found in what it does and proved.
+
+    The plan's ``text`` is a file to keep and to edit. The model, real or on the meta device, is not
+    changed; the same model gives the same text.
+
+    Args:
+        inputs: a call the model accepts, where token ids of shape (batch, sequence) are not one.
+        batch, seq, hardware: what the plans that hold are weighed for, as in ``dry_run``.
+        told: is told what is being done.
+
+    Raises:
+        PlanError: where no plan can be proved, and where the model changes from call to call.
+    """
+    from tpplan.suggestion import find
+
+    return find(model, tp, inputs, batch=batch, seq=seq, hardware=hardware, told=told).plan
+
+
+def _plan_for(model: nn.Module, plan: PlanSource, tp: int, inputs: Any) -> Plan:
+    """The plan that is meant; of "auto" a suggestion, where no shipped plan is the model's."""
+    inner = adapted_model(model)
+    try:
+        return load_plan(plan, inner)
+    except PlanError:
+        if plan != "auto" or inner is not model:
+            raise
+    found = suggest(model, max(tp, 2), inputs)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        message = (
+            f"no shipped plan is for {type(model).__name__}: it gets one that was found and proved "
+            f"now. To keep it, write tpplan.suggest(model, tp={max(tp, 2)}).text to a file"
+        )
+        warnings.warn(message, stacklevel=4)
+    return found
 
 
 def verify(
@@ -286,7 +333,7 @@ def verify(
         VerificationError: naming the first module whose output or gradient differs.
     """
     model = make_model if isinstance(make_model, nn.Module) else make_model()
-    loaded = load_plan(plan, adapted_model(model))
+    loaded = _plan_for(model, plan, tp, inputs)
     wanted = implementations(loaded.kernels, kernels)
     if "triton" in wanted.values() and not interpreted():
         message = "kernels: verify runs on the CPU, and Triton's run there in its interpreter only"

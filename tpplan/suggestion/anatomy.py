@@ -68,12 +68,15 @@ class _Builder:
                 continue
             within = next((e for e in inside if path.startswith(f"{e}.")), None)
             variants = self._within(path) if within else self._outside(path, kind, holders)
-            self._add(("unit", starred(path, within or "")), {starred(path, within or ""): path}, variants)
+            self._add(
+                ("unit", starred(path, within or "")), {starred(path, within or ""): path}, variants
+            )
         self._add_held(holders)
         self._add_left(inside)
         order = {path: i for i, (path, _) in enumerate(self.model.named_modules())}
         slots = sorted(
-            self.slots.values(), key=lambda s: min(order.get(_owner(p, order), 0) for p in _paths(s))
+            self.slots.values(),
+            key=lambda s: min(order.get(_owner(p, order), 0) for p in _paths(s)),
         )
         return Anatomy(tuple(slots), inside)
 
@@ -82,20 +85,21 @@ class _Builder:
     def _add_region(self, call: Call, region: Region) -> None:
         paths = region.everything()
         # where one layer makes a table for all of them, these are one region still
-        ends = {"rows", "columns", "experts", "multihead", "whole"}
+        ends = {"rows", "columns", "stacked", "multihead", "whole"}
         roles = region.roles()
         key = tuple((role, starred(path, call.path)) for role, path in roles if role in ends)
         known = self.slots.get(key)
         if known is None or len(paths) > self.sizes[key]:
             self.sizes[key] = len(paths)
-            found = Layouts(self.model, self.trace, call, region).variants()
+            layouts = Layouts(self.model, self.trace, call, region)
+            sharded = layouts.sharded()
             variants = tuple(
                 {starred(path, call.path): decision for path, decision in one.items()}
-                for one in found
+                for one in (*sharded, *layouts.left_whole())
             )
             around = "/".join(starred(p, call.path) for p in (region.rows or paths)[:2])
             members = {} if known is None else known.members
-            self.slots[key] = Slot(around, members, variants, region=True)
+            self.slots[key] = Slot(around, members, variants, len(sharded))
         slot = self.slots[key]
         held_by = {role: list(held) for role, held in slot.members.items()}
         for variant in slot.variants:
@@ -110,9 +114,7 @@ class _Builder:
     def _exists(self, path: str) -> bool:
         return path in self.parameters or path in self.modules
 
-    def _add(
-        self, key: object, members: Mapping[str, str], variants: Sequence[Decision]
-    ) -> None:
+    def _add(self, key: object, members: Mapping[str, str], variants: Sequence[Decision]) -> None:
         """A slot of modules that all get the same style, or more members of one."""
         slot = self.slots.get(key)
         if slot is None:
@@ -289,6 +291,3 @@ def _paths(slot: Slot) -> set[str]:
 
 def _owner(path: str, order: Mapping[str, int]) -> str:
     return path if path in order else path.rpartition(".")[0]
-
-
-

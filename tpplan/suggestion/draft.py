@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from tpplan.language import FrozenMap
+from tpplan.styles import named
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,31 @@ class Slot:
         name: for reports; the path of the first of them, with ``*`` for the layer.
         members: role -> the paths that have it.
         variants: what may become of them, the best first; ``at``: the one that is tried.
-        region: whether they are a sharded region, from its entry to its exit.
+        sharded: how many variants, of a region from its entry to its exit, shard it; 0 of others.
         refused: why those before ``at`` were not taken, one line for each.
     """
 
     name: str
     members: Mapping[str, tuple[str, ...]]
     variants: tuple[Variant, ...]
-    region: bool = False
+    sharded: int = 0
     at: int = 0
     refused: list[str] = field(default_factory=list)
+
+    @property
+    def region(self) -> bool:
+        """Whether it is one that may be sharded."""
+        return self.sharded > 0
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it has the experts of a mixture."""
+        return any(named(decision.style).stacked for decision in self.variants[0].values())
+
+    @property
+    def left_whole(self) -> bool:
+        """Whether it is a region of which no way to shard it was taken."""
+        return 0 < self.sharded <= self.at
 
     @property
     def variant(self) -> Variant:
@@ -63,7 +79,11 @@ class Slot:
 
     def decisions(self) -> dict[str, Decision]:
         """Path -> its rule, by the variant that is tried."""
-        chosen = self.variant
+        chosen, why = self.variant, ""
+        if self.left_whole and self.refused:
+            why = f"not sharded: {self.refused[0]}"
         return {
-            path: chosen[role] for role in chosen for path in self.members.get(role, ())
+            path: chosen[role].because(why)
+            for role in chosen
+            for path in self.members.get(role, ())
         }

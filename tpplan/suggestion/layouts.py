@@ -25,6 +25,7 @@ from tpplan.suggestion.regions import Region, streamed
 
 _TURNS = frozenset({"transpose", "permute", "t"})
 _SCORES = frozenset({"_softmax", "_safe_softmax"})
+_FUSED = ("_attention", "_attention_for_cpu")
 _HALVES = ("gate", "up")
 _BLOCKS = (4, 2, 8)
 _MOST = 24
@@ -61,15 +62,14 @@ class Layouts:
         self.around = self._around()
         self.shapes = self._shapes()
 
-    def variants(self) -> list[dict[str, Decision]]:
-        """The best first; those that leave it whole are the last."""
+    def sharded(self) -> list[dict[str, Decision]]:
+        """The likeliest first."""
         found: list[dict[str, Decision]] = []
         bases = list(self._bases())
         for base, packed in itertools.product(bases, self._packings()):
             found.append({**base, **packed})
             found += [{**base, **packed, **stated} for stated in self._stated(packed)]
-        found = list(_distinct(found))[:_MOST]
-        return [*found, *self.left_whole()]
+        return list(_distinct(found))[:_MOST]
 
     def left_whole(self) -> list[dict[str, Decision]]:
         """On a rank's rows where that is right, else with the stream gathered."""
@@ -83,7 +83,7 @@ class Layouts:
     def _around(self) -> str:
         """The innermost module around all of the region that is called, "" for none."""
         paths = [p.split(".") for p in (*self.region.rows, *self.region.columns)]
-        paths += [p.split(".") for p in (*self.region.experts, *self.region.whole)]
+        paths += [p.split(".") for p in (*self.region.stacked, *self.region.whole)]
         if not paths:
             return self.region.multihead[0]
         shared = 0
@@ -104,7 +104,7 @@ class Layouts:
         inside = self.calls.get(self.around, self.element)
         ops = self.trace.ops[inside.first_op : inside.last_op]
         names = {op.name.removeprefix("aten.").split(".")[0] for op in ops}
-        attends = any(name in _SCORES or "attention" in name for name in names)
+        attends = any(name in _SCORES or name.rstrip("_").endswith(_FUSED) for name in names)
         outputs = {
             path: self.trace.shapes[self.calls[path].outputs[0]][-1]
             for path in self.region.columns
@@ -134,10 +134,10 @@ class Layouts:
         fixed = dict.fromkeys(region.rows, Decision(ROWWISE.name))
         fixed |= dict.fromkeys(region.columns, Decision(COLWISE.name))
         fixed |= dict.fromkeys(region.whole, WHOLE)
-        fixed |= dict.fromkeys(region.experts, Decision(EXPERTS.name))
+        fixed |= dict.fromkeys(region.stacked, Decision(EXPERTS.name))
         fixed |= dict.fromkeys(region.multihead, Decision(ATTENTION.name))
         fixed |= dict.fromkeys(region.tables, Decision(COLWISE.name))
-        if region.whole and not region.experts:
+        if region.whole and not region.stacked:
             fixed |= self._gathering()
         own, bare = self._scales(), self._bare()
         other = {path: _other(decision) for path, decision in own.items()}

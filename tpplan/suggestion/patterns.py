@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
@@ -26,6 +25,12 @@ class Names:
         }
         self.tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.tensors += [name for name, _ in model.named_buffers()]
+        order: dict[str, None] = {}
+        for path, module in model.named_modules():
+            order[path] = None
+            own = (*module._parameters, *module._buffers)
+            order.update(dict.fromkeys(f"{path}.{leaf}".lstrip(".") for leaf in own))
+        self.places = {name: i for i, name in enumerate(order)}
         self._known: dict[str, frozenset[str]] = {}
 
     def matched(self, text: str) -> frozenset[str]:
@@ -44,8 +49,8 @@ def patterns_of(
     """Few patterns for all decisions, in the order of these: each with the paths that it is for."""
     alike: dict[str, list[str]] = {}
     kinds: dict[str, Decision] = {}
-    places = {path: i for i, path in enumerate((*names.modules.values(), *names.tensors))}
-    decisions = {path: decisions[path] for path in sorted(decisions, key=places.__getitem__)}
+    ordered = sorted(decisions, key=lambda path: names.places.get(path, len(names.places)))
+    decisions = {path: decisions[path] for path in ordered}
     for path, decision in decisions.items():
         key = repr((decision.style, dict(decision.options), decision.why))
         alike.setdefault(key, []).append(path)
@@ -98,9 +103,7 @@ def _only(text: str, wanted: set[str], names: Names) -> bool:
     return bool(found) and found <= wanted
 
 
-def _all(
-    text: str, members: list[_Found], wanted: set[str], names: Names
-) -> bool:
+def _all(text: str, members: list[_Found], wanted: set[str], names: Names) -> bool:
     """Whether it matches what its members do; of modules and parameters it takes the modules."""
     both = frozenset[str]().union(*(of for _, of in members))
     return _only(text, wanted, names) and both <= names.matched(text)
@@ -137,9 +140,7 @@ def _alike(text: str, from_end: int, endings: bool) -> object:
     return at, end, *steps[:at], "", *steps[at + 1 :]
 
 
-def _one(
-    members: list[_Found], from_end: int, wanted: set[str], names: Names
-) -> list[_Found]:
+def _one(members: list[_Found], from_end: int, wanted: set[str], names: Names) -> list[_Found]:
     """Patterns as one, where that is short and matches what they do."""
     steps = [text.split(".") for text, _ in members]
     at = len(steps[0]) - from_end
@@ -153,11 +154,17 @@ def _one(
 
 def _braces(words: Sequence[str]) -> str:
     """The words with what they share outside of the braces, up to an underscore."""
-    front = os.path.commonprefix(list(words))
-    back = os.path.commonprefix([word[len(front) :][::-1] for word in words])[::-1]
+    front = _shared(words)
+    back = _shared([word[len(front) :][::-1] for word in words])[::-1]
     front, back = _whole(front, words, True), _whole(back, words, False)
     inner = [word[len(front) : len(word) - len(back)] for word in words]
     return f"{front}{{{','.join(inner)}}}{back}"
+
+
+def _shared(words: Sequence[str]) -> str:
+    """What all words begin with."""
+    pairs = zip(min(words), max(words), strict=False)
+    return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _whole(shared: str, words: Iterable[str], front: bool) -> str:

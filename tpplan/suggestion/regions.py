@@ -28,7 +28,7 @@ class Region:
         scales: modules with a number for each column or head, among the columns.
         tables: look-ups that meet the columns (biases by position).
         bare: parameters that code in the region computes with, by name.
-        experts, multihead: those of a mixture; torch's own attention.
+        stacked, multihead: the experts of a mixture; torch's own attention.
     """
 
     rows: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Region:
     scales: list[str] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
     bare: list[str] = field(default_factory=list)
-    experts: list[str] = field(default_factory=list)
+    stacked: list[str] = field(default_factory=list)
     multihead: list[str] = field(default_factory=list)
 
     def add(self, other: Region) -> None:
@@ -218,7 +218,7 @@ class Reader:
         kinds = self.units.kinds
         beside = {p for p in met if kinds.get(p) is Kind.SCALES}
         self.on_stream.update(dict.fromkeys(sorted(beside)))
-        if not any(region.experts for region in made):
+        if not any(region.stacked for region in made):
             return made
         block = Region()
         for region in made:
@@ -236,16 +236,14 @@ class Reader:
             region.multihead.append(end)
             return region
         if kinds[end] is Kind.EXPERTS:
-            region.experts.append(end)
+            region.stacked.append(end)
             region.whole += [path for path in self._all_before(before) if path != end]
             return region
         tables = [path for path in before if kinds[path] is Kind.TABLE]
         before = [path for path in before if kinds[path] is not Kind.TABLE and path != end]
         if not before or kinds[end] is not Kind.PRODUCT:
             return None
-        inner = {
-            path for other in before for path in self._all_before(self._before(other))
-        } - {end}
+        inner = {path for other in before for path in self._all_before(self._before(other))} - {end}
         region.rows.append(end)
         region.columns += [path for path in before if path not in inner]
         whole = inner | self._scales_before(set(region.columns) | inner)

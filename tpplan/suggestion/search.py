@@ -7,7 +7,7 @@ its next variant: the one that the diagnostic's line is of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from tpplan.proof import prove
 from tpplan.suggestion.anatomy import Anatomy
 from tpplan.suggestion.draft import Decision, Slot
 from tpplan.suggestion.layouts import WHOLE
-from tpplan.suggestion.patterns import Names
+from tpplan.suggestion.patterns import Names, patterns_of
 from tpplan.suggestion.text import plan_from, written
 
 _ROUNDS = 60
@@ -32,7 +32,7 @@ class Search:
 
     Attributes:
         model: the one that variants are tried on, with few layers; tp: the ranks to share it.
-        refusals: what was said of what was left whole, by the slot's name.
+        keys: entries of the plan beside its rules.
         without: why the stream cannot be sharded along the sequence; "" where it can.
         tried: how many plans were compiled.
     """
@@ -44,11 +44,12 @@ class Search:
     say: Say
     without: str = ""
     tried: int = 0
-    refusals: dict[str, str] = field(default_factory=dict)
+    keys: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.names = Names(self.model)
         self.known = {*self.names.modules.values(), *self.names.tensors}
+        self.held = {name: p.numel() for name, p in self.model.named_parameters()}
 
     def run(self) -> None:
         """Settle all slots.
@@ -62,13 +63,27 @@ class Search:
         self._settle(False)
         self._go_back(False)
         before = [slot.at for slot in self.anatomy.slots]
-        try:
-            self._settle(True)
-            self._go_back(True)
-        except PlanError as error:
-            self.without = first_line(error)
-            for slot, at in zip(self.anatomy.slots, before, strict=True):
-                slot.at = at
+        for keys in self._stacks():
+            self.keys = keys
+            try:
+                self._settle(True)
+                self._go_back(True)
+            except PlanError as error:
+                self.without = self.without or first_line(error)
+                for slot, at in zip(self.anatomy.slots, before, strict=True):
+                    slot.at = at
+            else:
+                self.without = ""
+                return
+        self.keys = {}
+
+    def _stacks(self) -> Iterator[dict[str, object]]:
+        """Entries of the plan that name the stack, where it is not found without."""
+        yield {}
+        elements = dict.fromkeys(self.anatomy.elements, WHOLE)
+        patterns = patterns_of({p: d for p, d in elements.items() if p in self.known}, self.names)
+        if len(patterns) == 1:
+            yield {"layers": patterns[0][0]}
 
     def decisions(self) -> dict[str, Decision]:
         """Path -> its rule, for the whole model, in the order of its modules."""
@@ -76,6 +91,36 @@ class Search:
         for slot in self.anatomy.slots:
             found.update(slot.decisions())
         return found
+
+    def holds(self, decisions: Mapping[str, Decision], sequence_parallel: bool) -> bool:
+        """Whether other decisions are proved as well."""
+        return self._refused(decisions, sequence_parallel) is None
+
+    def with_little_whole(
+        self, share: float, most: int
+    ) -> Iterator[tuple[str, dict[str, Decision]]]:
+        """The decisions with something whole that has few of the parameters, and its name.
+
+        Args:
+            share: of all parameters, how many it has at most; most: how many such there are.
+        """
+        total = sum(self.held.values())
+        small = [
+            slot
+            for slot in self.anatomy.slots
+            if slot.region and not slot.left_whole and self._size(slot) < share * total
+        ]
+        for slot in small[:most]:
+            at, slot.at = slot.at, slot.sharded
+            try:
+                yield slot.name, self.decisions()
+            finally:
+                slot.at = at
+
+    def _size(self, slot: Slot) -> int:
+        """How many numbers its parameters have."""
+        paths = {path for held in slot.members.values() for path in held}
+        return sum(n for name, n in self.held.items() if {name, name.rpartition(".")[0]} & paths)
 
     # --- one region
 
@@ -85,7 +130,9 @@ class Search:
         paths = {path for held in slot.members.values() for path in held}
         others: dict[str, Decision] = {}
         for other in self.anatomy.slots:
-            if other is not slot:
+            if other is not slot and other.stacked:
+                others.update(other.decisions())  # experts that are whole hang on numbers
+            elif other is not slot:
                 held = {p for role in other.variants[-1] for p in other.members.get(role, ())}
                 others.update(dict.fromkeys(held - paths, WHOLE))
         while True:
@@ -99,13 +146,12 @@ class Search:
 
     def _settle(self, sequence_parallel: bool) -> None:
         self.say("all of it, " + ("with" if sequence_parallel else "without") + " the sequence cut")
-        for _ in range(_ROUNDS):
+        for left in reversed(range(_ROUNDS)):
             error = self._refused(self.decisions(), sequence_parallel)
             if error is None:
                 return
-            if not self._repair(error):
+            if not left or not self._repair(error):
                 raise error
-        raise error
 
     def _go_back(self, sequence_parallel: bool) -> None:
         """Earlier variants of what went on without need; a region was tried by itself."""
@@ -142,7 +188,7 @@ class Search:
     ) -> PlanError | None:
         """What is said of a plan; None of one that is proved."""
         kept = {path: d for path, d in decisions.items() if path in self.known}
-        text, self.where = written(kept, self.names, {})
+        text, self.where = written(kept, self.names, self.keys)
         self.tried += 1
         try:
             examine(self.model, plan_from(text), self.tp, sequence_parallel, self.inputs)
@@ -151,9 +197,7 @@ class Search:
         return None
 
 
-def examine(
-    model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool, inputs: Any
-) -> None:
+def examine(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool, inputs: Any) -> None:
     """Compile a plan and run it on simulated ranks.
 
     Raises:

@@ -75,7 +75,9 @@ class Units:
 
     def _multiplies(self, call: Call) -> bool:
         """Whether it does more with its parameters than number by number."""
-        own = {n for n, name in self.trace.parameters.items() if name.rpartition(".")[0] == call.path}
+        own = {
+            n for n, name in self.trace.parameters.items() if name.rpartition(".")[0] == call.path
+        }
         for op in self.trace.ops[call.first_op : call.last_op]:
             name = op.name.removeprefix("aten.").split(".")[0]
             if not own.isdisjoint(op.inputs):
