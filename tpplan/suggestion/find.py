@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,14 +15,15 @@ from tpplan.cost.hardware import HardwareSource
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.language.styles import ROWS
 from tpplan.models import RUNNABLE, ModelError, made_runnable
+from tpplan.planner import compile_plan
 from tpplan.planner.match import Matches
 from tpplan.proof import Verification, VerificationError, verify
-from tpplan.simulate.folding import find_folds, shortened_model
+from tpplan.simulate.folding import Fold, find_folds, shortened_model
 from tpplan.styles import named
-from tpplan.suggestion.anatomy import anatomy_of
+from tpplan.suggestion.anatomy import Anatomy, anatomy_of
 from tpplan.suggestion.draft import Decision
 from tpplan.suggestion.patterns import Names
-from tpplan.suggestion.search import Say, Search, examine
+from tpplan.suggestion.search import Say, Search, examine, size_of
 from tpplan.suggestion.text import plan_from, written
 from tpplan.suggestion.traced import trace_of
 from tpplan.suggestion.weigh import Candidate, Task, weighed
@@ -80,10 +81,10 @@ def find(
         raise PlanError([Diagnostic(f"a plan is suggested for at least 2 ranks, not {tp}")])
     task = Task(tp, batch, seq, load_hardware(hardware or DEFAULT), inputs)
     told("tracing the model")
-    short = _shortened(model)
-    trace = trace_of(short, inputs)
-    anatomy = anatomy_of(model, trace if short is model else trace_of(model, inputs, again=False))
-    search = Search(short, anatomy, tp, inputs, told)
+    folds = find_folds(model, Matches({}, {}, (), {}))
+    short = shortened_model(model, dict.fromkeys(folds, 0)) if folds else model
+    anatomy = _unfolded(anatomy_of(short, trace_of(short, inputs)), folds, model)
+    search = Search(_stand_in(model, short, anatomy, inputs), anatomy, tp, inputs, told)
     search.run()
     if not any(slot.region and not slot.left_whole for slot in anatomy.slots):
         raise _nothing(search)
@@ -93,7 +94,11 @@ def find(
     modes = (True, False) if not search.without else (False,)
     plan = plan_from(written(chosen.decisions, names, chosen.keys)[0])
     for mode in modes:
-        examine(model, plan, tp, mode, inputs)
+        if folds:  # equal layers are proved once, and the whole of it compiled
+            compile_plan(model, plan, tp, mode, inputs=inputs)
+            search.on(short).prove(chosen.decisions, mode)
+        else:
+            examine(model, plan, tp, mode, inputs)
     told("verifying it")
     proof = _verified(model, plan, tp, inputs, modes)
     head = _head(model, tp, search, proof)
@@ -114,10 +119,42 @@ def _nothing(search: Search) -> PlanError:
     return PlanError([Diagnostic(message, hint=hint), *found])
 
 
-def _shortened(model: nn.Module) -> nn.Module:
-    """The model with few of equal layers, to try plans on."""
-    folds = find_folds(model, Matches({}, {}, (), {}))
-    return shortened_model(model, dict.fromkeys(folds, 0)) if folds else model
+def _unfolded(anatomy: Anatomy, folds: Sequence[Fold], model: nn.Module) -> Anatomy:
+    """The anatomy of the model from that of one with few of equal layers."""
+    if not folds:
+        return anatomy
+    copies: dict[str, list[str]] = {}
+    for path in Names(model).places:
+        copies.setdefault(_source(path, folds), []).append(path)
+    for slot in anatomy.slots:
+        slot.members = {
+            role: tuple(copy for path in paths for copy in copies[path])
+            for role, paths in slot.members.items()
+        }
+    elements = tuple(copy for path in anatomy.elements for copy in copies[path])
+    return replace(anatomy, elements=elements)
+
+
+def _source(path: str, folds: Sequence[Fold]) -> str:
+    """The path in the short model of what stands for a module or a parameter."""
+    for fold in folds:
+        if path.startswith(f"{fold.stack}."):
+            number, dot, rest = path[len(fold.stack) + 1 :].partition(".")
+            return f"{fold.stack}.{fold.source(int(number))}{dot}{rest}"
+    return path
+
+
+def _stand_in(model: nn.Module, short: nn.Module, anatomy: Anatomy, inputs: Any) -> nn.Module:
+    """What plans are tried on: of a large model the same code made small, if that has it all."""
+    if size_of(short) <= RUNNABLE or inputs is not None:
+        return short
+    try:
+        small, _ = made_runnable(model)
+        same = anatomy_of(small, trace_of(small, None, again=False))
+    except (ModelError, PlanError):
+        return short
+    told = {slot.name: slot.variants for slot in anatomy.slots}
+    return small if told == {slot.name: slot.variants for slot in same.slots} else short
 
 
 @dataclass(frozen=True)
@@ -178,8 +215,7 @@ def _verified(
     Raises:
         PlanError: where it computes something else.
     """
-    size = sum(p.numel() for p in model.parameters())
-    if size > RUNNABLE and inputs is not None:
+    if size_of(model) > RUNNABLE and inputs is not None:
         return None  # a call of the large model may not be one of the small
     try:
         small, _ = made_runnable(model)

@@ -8,12 +8,13 @@ its next variant: the one that the diagnostic's line is of.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from tpplan.language import Plan, PlanError
+from tpplan.models import RUNNABLE
 from tpplan.planner import compile_plan
 from tpplan.proof import prove
 from tpplan.suggestion.anatomy import Anatomy
@@ -57,7 +58,8 @@ class Search:
         Raises:
             PlanError: where even what is left cannot be proved.
         """
-        for slot in self.anatomy.slots:
+        # what is left whole is held whole where it is tried, for which a model can be too large
+        for slot in self.anatomy.slots if size_of(self.model) <= RUNNABLE else ():
             if slot.region:
                 self._settle_alone(slot)
         self._settle(False)
@@ -95,6 +97,21 @@ class Search:
     def holds(self, decisions: Mapping[str, Decision], sequence_parallel: bool) -> bool:
         """Whether other decisions are proved as well."""
         return self._refused(decisions, sequence_parallel) is None
+
+    def on(self, model: nn.Module) -> Search:
+        """The same on another model of the same slots."""
+        return self if model is self.model else replace(self, model=model)
+
+    def prove(self, decisions: Mapping[str, Decision], sequence_parallel: bool) -> None:
+        """Compile decisions and run them on simulated ranks.
+
+        Raises:
+            PlanError: where either refuses them.
+        """
+        kept = {path: d for path, d in decisions.items() if path in self.known}
+        text, self.where = written(kept, self.names, self.keys)
+        self.tried += 1
+        examine(self.model, plan_from(text), self.tp, sequence_parallel, self.inputs)
 
     def with_little_whole(
         self, share: float, most: int
@@ -187,11 +204,8 @@ class Search:
         self, decisions: Mapping[str, Decision], sequence_parallel: bool
     ) -> PlanError | None:
         """What is said of a plan; None of one that is proved."""
-        kept = {path: d for path, d in decisions.items() if path in self.known}
-        text, self.where = written(kept, self.names, self.keys)
-        self.tried += 1
         try:
-            examine(self.model, plan_from(text), self.tp, sequence_parallel, self.inputs)
+            self.prove(decisions, sequence_parallel)
         except PlanError as error:
             return error
         return None
@@ -205,6 +219,11 @@ def examine(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool, inpu
     """
     compiled = compile_plan(model, plan, tp, sequence_parallel, inputs=inputs)
     prove(model, compiled, inputs)
+
+
+def size_of(model: nn.Module) -> int:
+    """How many numbers the parameters of a model have."""
+    return sum(p.numel() for p in model.parameters())
 
 
 def first_line(error: PlanError) -> str:
