@@ -168,8 +168,8 @@ def document(rows: Sequence[Sequence[str]], left: int) -> str:
         "Tiny models with random weights. A plan is suggested at tp 2 from what the model does; it "
         "and the shipped plan are then verified at tp 2 and 4, TP and TP+SP: in how many of these "
         "four ways each is right, the largest share of the parameters on a rank, and the "
-        "collectives forward and backward in each, in that order. Worse is a suggestion that is wrong where "
-        "the shipped plan is right, or has a larger share or more collectives in any way.",
+        "collectives forward and backward in each, in that order. Worse is a suggestion that is "
+        "wrong where the shipped plan is right, or has a larger share or more collectives in one.",
         f"- {len(rows)} models examined, {left} not yet\n- right in all four ways: {four}\n"
         f"- as good as the shipped plan or better: {fine} of {len(with_shipped)} that have one",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from tpplan.styles import runs_as
 from tpplan.styles.vocab import VOCAB
 from tpplan.suggestion.draft import Decision, Slot
 from tpplan.suggestion.layouts import GATHERED, ON_ROWS, WHOLE, Layouts
-from tpplan.suggestion.regions import ElementParts, Reader, Region, element_calls
+from tpplan.suggestion.regions import ElementParts, Reader, element_calls
 from tpplan.suggestion.units import Kind, Units
 
 _SMALL = 0.005
@@ -56,10 +57,15 @@ class _Builder:
     def build(self) -> Anatomy:
         holders = self._holders()
         found = [Reader(self.trace, self.units, call, self.root).read() for call in self.calls]
-        for call, parts in zip(self.calls, found, strict=True):
-            for region in parts.regions:
-                if not self._is_head(region.rows[0] if region.rows else ""):
-                    self._add_region(call, region)
+        layouts = [
+            Layouts(self.model, self.trace, call, region)
+            for call, parts in zip(self.calls, found, strict=True)
+            for region in parts.regions
+            if not self._is_head(region.rows[0] if region.rows else "")
+        ]
+        around = Counter(layout.around for layout in layouts)
+        for layout in layouts:
+            self._add_region(layout, around[layout.around] == 1)
         for call, parts in zip(self.calls, found, strict=True):
             self._add_stream(call, parts)
         inside = tuple(call.path for call in self.calls if call.path)
@@ -82,7 +88,9 @@ class _Builder:
 
     # --- slots
 
-    def _add_region(self, call: Call, region: Region) -> None:
+    def _add_region(self, layouts: Layouts, alone: bool) -> None:
+        """``alone``: whether no other region is in the module around it."""
+        call, region = layouts.element, layouts.region
         paths = region.everything()
         # where one layer makes a table for all of them, these are one region still
         ends = {"rows", "columns", "stacked", "multihead", "whole"}
@@ -91,11 +99,10 @@ class _Builder:
         known = self.slots.get(key)
         if known is None or len(paths) > self.sizes[key]:
             self.sizes[key] = len(paths)
-            layouts = Layouts(self.model, self.trace, call, region)
             sharded = layouts.sharded()
             variants = tuple(
                 {starred(path, call.path): decision for path, decision in one.items()}
-                for one in (*sharded, *layouts.left_whole())
+                for one in (*sharded, *layouts.left_whole(alone))
             )
             around = "/".join(starred(p, call.path) for p in (region.rows or paths)[:2])
             members = {} if known is None else known.members

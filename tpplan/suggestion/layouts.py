@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tpplan.observe.trace import Call, Trace
-from tpplan.planner.attributes import integers
+from tpplan.planner.attributes import integers, named_in_code
 from tpplan.planner.views import KEEPING, VIEWS, head_views
 from tpplan.styles.attention import ATTENTION
 from tpplan.styles.colwise import COLWISE
@@ -71,9 +71,13 @@ class Layouts:
             found += [{**base, **packed, **stated} for stated in self._stated(packed)]
         return list(_distinct(found))[:_MOST]
 
-    def left_whole(self) -> list[dict[str, Decision]]:
-        """On a rank's rows where that is right, else with the stream gathered."""
-        if self.around and self.around != self.element.path:
+    def left_whole(self, alone: bool) -> list[dict[str, Decision]]:
+        """On a rank's rows where that is right, else with the stream gathered.
+
+        Args:
+            alone: whether no other region is in the module around it.
+        """
+        if alone and self.around and self.around != self.element.path:
             return [{self.around: decision} for decision in (ON_ROWS, GATHERED, WHOLE)]
         held = [path for path in self.region.everything() if path not in self.region.bare]
         return [dict.fromkeys(held, decision) for decision in (ON_ROWS, GATHERED, WHOLE)]
@@ -101,16 +105,26 @@ class Layouts:
             given = next(n for n in call.arguments if n in self.trace.floating)
             width = self.trace.shapes[given][-1]
             heads, head_dim = self._heads_before(given, width)
-        inside = self.calls.get(self.around, self.element)
-        ops = self.trace.ops[inside.first_op : inside.last_op]
-        names = {op.name.removeprefix("aten.").split(".")[0] for op in ops}
-        attends = any(name in _SCORES or name.rstrip("_").endswith(_FUSED) for name in names)
         outputs = {
             path: self.trace.shapes[self.calls[path].outputs[0]][-1]
             for path in self.region.columns
             if self.calls[path].outputs
         }
-        return Shapes(width, heads, head_dim, attends, outputs)
+        return Shapes(width, heads, head_dim, self._attends(), outputs)
+
+    def _attends(self) -> bool:
+        """Whether what becomes of the columns, until they are summed, goes through attention."""
+        ends = {*self.region.rows, *self.region.columns}
+        made = {n for path in self.region.columns for n in self.calls[path].outputs}
+        for op in self.trace.ops[self.element.first_op : self.element.last_op]:
+            around = {call.path for call in self.trace.ancestors(op.call)}
+            if made.isdisjoint(op.inputs) or not ends.isdisjoint(around):
+                continue
+            made.update(op.outputs)
+            name = op.name.removeprefix("aten.").split(".")[0]
+            if name in _SCORES or name.rstrip("_").endswith(_FUSED):
+                return True
+        return False
 
     def _heads_before(self, number: int, width: int) -> tuple[int, int]:
         """Into how many heads of which width a tensor's columns were put together from."""
@@ -241,18 +255,37 @@ class Layouts:
         return total // 2 // self.shapes.head_dim if self.shapes.head_dim else "heads"
 
     def _stated(self, packed: Mapping[str, Decision]) -> Iterator[dict[str, Decision]]:
-        """Rules that say how many heads there are, and which arguments have an entry for each."""
+        """Rules that say how many heads there are, which arguments have an entry for each, and
+        which attributes count them."""
         shapes = self.shapes
-        if not shapes.attends or not shapes.heads or self.around in ("", self.element.path):
+        if not shapes.attends or not shapes.heads or not self.around:
             return
-        counts: dict[str, object] = {"heads": self._named(shapes.heads)}
+        groups = shapes.heads
         if packed and len(self.region.columns) == 1:
             rest = shapes.outputs[self.region.columns[0]] - shapes.width
-            counts["kv_heads"] = self._named(rest // 2 // shapes.head_dim)
+            groups = rest // 2 // shapes.head_dim
+        elif len(self.region.columns) > 1:
+            groups = min(shapes.outputs.values()) // shapes.head_dim or shapes.heads
+        counts: dict[str, object] = {"heads": self._named(shapes.heads)}
+        if packed or groups != shapes.heads:
+            counts["kv_heads"] = self._named(groups)
         inputs = self._of_heads(self.calls[self.around])
-        if inputs:
-            yield {self.around: Decision(ATTENTION.name, {**counts, "head_inputs": inputs})}
-        yield {self.around: Decision(ATTENTION.name, counts)}
+        more: list[dict[str, object]] = [{"head_inputs": inputs}] if inputs else []
+        more += [{}, *({"attributes": some} for some in self._attributes(groups))]
+        for options in more:
+            yield {self.around: Decision(ATTENTION.name, {**counts, **options})}
+
+    def _attributes(self, groups: int) -> list[dict[str, str]]:
+        """Attributes that may count heads or their columns: all of them, then those of heads."""
+        heads, wide = self.shapes.heads, self.shapes.head_dim
+        values = {heads: "heads", groups: "kv_heads"} if groups != heads else {heads: "heads"}
+        values |= {heads * wide: "heads * head_dim", heads // groups: "heads // kv_heads"}
+        values |= {groups * wide: "kv_heads * head_dim"} if groups != heads else {}
+        read = named_in_code(self.model.get_submodule(self.around))
+        found = {name: values[n] for name, n in read.items() if n in values and n > 1}
+        counting = {name: text for name, text in found.items() if "head_dim" not in text}
+        some = [found, counting, {n: t for n, t in found.items() if n not in counting}]
+        return [one for i, one in enumerate(some) if one and one not in some[:i]]
 
     def _of_heads(self, call: Call) -> dict[str, int]:
         """The arguments with a dimension as long as there are heads, or sequences times heads."""

@@ -17,6 +17,7 @@ from tpplan.language import Plan, PlanError
 from tpplan.models import RUNNABLE
 from tpplan.planner import compile_plan
 from tpplan.proof import prove
+from tpplan.styles import named
 from tpplan.suggestion.anatomy import Anatomy
 from tpplan.suggestion.draft import Decision, Slot
 from tpplan.suggestion.layouts import WHOLE
@@ -73,7 +74,7 @@ class Search:
             except PlanError as error:
                 self.without = self.without or first_line(error)
                 for slot, at in zip(self.anatomy.slots, before, strict=True):
-                    slot.at = at
+                    slot.at, slot.refused = at, slot.refused[:at]
             else:
                 self.without = ""
                 return
@@ -150,7 +151,9 @@ class Search:
             if other is not slot and other.stacked:
                 others.update(other.decisions())  # experts that are whole hang on numbers
             elif other is not slot:
-                held = {p for role in other.variants[-1] for p in other.members.get(role, ())}
+                # of what is around them, which may be around this one too, nothing is said
+                roles = [r for r, d in other.variants[0].items() if not named(d.style).heads]
+                held = {p for role in roles or other.variants[-1] for p in other.members[role]}
                 others.update(dict.fromkeys(held - paths, WHOLE))
         while True:
             error = self._refused({**others, **slot.decisions()}, False)
@@ -163,12 +166,16 @@ class Search:
 
     def _settle(self, sequence_parallel: bool) -> None:
         self.say("all of it, " + ("with" if sequence_parallel else "without") + " the sequence cut")
-        for left in reversed(range(_ROUNDS)):
+        first: PlanError | None = None
+        for _ in range(_ROUNDS):
             error = self._refused(self.decisions(), sequence_parallel)
             if error is None:
                 return
-            if not left or not self._repair(error):
-                raise error
+            first = first or error
+            if not self._repair(error, sequence_parallel):
+                break
+        assert first is not None
+        raise first
 
     def _go_back(self, sequence_parallel: bool) -> None:
         """Earlier variants of what went on without need; a region was tried by itself."""
@@ -180,13 +187,19 @@ class Search:
                     break
                 slot.at = taken
 
-    def _repair(self, error: PlanError) -> bool:
-        """Another variant for what was complained of."""
+    def _repair(self, error: PlanError, sequence_parallel: bool) -> bool:
+        """Another variant for what was complained of.
+
+        Args:
+            sequence_parallel: for which no region is left whole that is sharded without.
+        """
         for diagnostic in error.diagnostics:
             places = [diagnostic.position, *(place for _, place in diagnostic.related)]
             for place in places:
                 paths = self.where.get(place.line, ()) if place is not None else ()
                 for slot in self._slots_of(paths):
+                    if sequence_parallel and slot.at + 1 == slot.sharded:
+                        continue
                     if slot.advance(diagnostic.message):
                         return True
         outside = [s for s in self.anatomy.slots if not s.region and self._is_outside(s)]
