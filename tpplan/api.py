@@ -282,10 +282,14 @@ def _plan_for(model: nn.Module, plan: PlanSource, tp: int, inputs: Any) -> Plan:
     inner = adapted_model(model)
     try:
         return load_plan(plan, inner)
-    except PlanError:
+    except PlanError as error:
         if plan != "auto" or inner is not model:
             raise
-    found = suggest(model, max(tp, 2), inputs)
+        missing = error
+    try:
+        found = suggest(model, max(tp, 2), inputs)
+    except PlanError as error:
+        raise PlanError([*missing.diagnostics, *error.diagnostics]) from error
     if not dist.is_initialized() or dist.get_rank() == 0:
         message = (
             f"no shipped plan is for {type(model).__name__}: it gets one that was found and proved "

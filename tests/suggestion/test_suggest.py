@@ -97,7 +97,7 @@ def test_a_model_of_which_nothing_can_be_sharded_is_refused() -> None:
 
 
 def test_heads_that_tp_does_not_divide_are_left_whole() -> None:
-    model = hf("Llama", num_attention_heads=6, num_key_value_heads=6, head_dim=8)
+    model = hf("Llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=6)
     plan = tpplan.suggest(model, 4)
     assert "tp 4 does not divide its 6 heads" in " ".join(plan.text.replace("#", "").split())
     assert rules(plan)["model.layers.*.mlp.down_proj"] == "rowwise"
