@@ -14,7 +14,7 @@ from tpplan.styles import runs_as
 from tpplan.styles.vocab import VOCAB
 from tpplan.suggestion.draft import Decision, Slot
 from tpplan.suggestion.layouts import GATHERED, ON_ROWS, WHOLE, Layouts
-from tpplan.suggestion.regions import ElementParts, Reader, element_calls
+from tpplan.suggestion.regions import ElementParts, Reader, element_calls, mixing, streamed
 from tpplan.suggestion.units import Kind, Units
 
 _SMALL = 0.005
@@ -77,6 +77,7 @@ class _Builder:
             self._add(
                 ("unit", starred(path, within or "")), {starred(path, within or ""): path}, variants
             )
+        self._add_norms(inside)
         self._add_held(holders)
         self._add_left(inside)
         order = {path: i for i, (path, _) in enumerate(self.model.named_modules())}
@@ -149,12 +150,27 @@ class _Builder:
 
     def _add_stream(self, call: Call, parts: ElementParts) -> None:
         for path in parts.stream:
-            if path in self.taken or self._is_head(path) or self.units.kinds[path] is Kind.TABLE:
+            if (
+                path in self.taken
+                or self._is_head(path)
+                or self.units.kinds.get(path) is Kind.TABLE
+            ):
                 continue
-            if self.root and self.units.kinds[path] is not Kind.SCALES:
+            if self.root and self.units.kinds.get(path) is not Kind.SCALES:
                 continue
             role = starred(path, call.path)
             self._add(("stream", role), {role: path}, (ON_ROWS, GATHERED, WHOLE))
+
+    def _add_norms(self, inside: Iterable[str]) -> None:
+        """Modules without parameters around the stacks that do more than number by number."""
+        layers = tuple(f"{path}." for path in inside)
+        for call in self.trace.calls:
+            given = streamed(self.trace, call)
+            if call.path in self.taken or call.path.startswith(layers) or given is None:
+                continue
+            ops = self.trace.ops[call.first_op : call.last_op]
+            if any(mixing(self.model, self.trace, op) == call.path for op in ops):
+                self._add(("unit", call.path), {call.path: call.path}, (ON_ROWS, WHOLE))
 
     def _within(self, path: str) -> Sequence[Decision]:
         return (WHOLE, GATHERED, ON_ROWS)

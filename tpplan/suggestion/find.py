@@ -81,9 +81,7 @@ def find(
         raise PlanError([Diagnostic(f"a plan is suggested for at least 2 ranks, not {tp}")])
     task = Task(tp, batch, seq, load_hardware(hardware or DEFAULT), inputs)
     told("tracing the model")
-    folds = find_folds(model, Matches({}, {}, (), {}))
-    short = shortened_model(model, dict.fromkeys(folds, 0)) if folds else model
-    anatomy = _unfolded(anatomy_of(short, trace_of(short, inputs)), folds, model)
+    folds, short, anatomy = _anatomy(model, inputs)
     search = Search(_stand_in(model, short, anatomy, inputs), anatomy, tp, inputs, told)
     search.run()
     if not any(slot.region and not slot.left_whole for slot in anatomy.slots):
@@ -119,10 +117,20 @@ def _nothing(search: Search) -> PlanError:
     return PlanError([Diagnostic(message, hint=hint), *found])
 
 
+def _anatomy(model: nn.Module, inputs: Any) -> tuple[Sequence[Fold], nn.Module, Anatomy]:
+    """How a large model is folded, what is left of it, and the anatomy of the whole."""
+    folds = find_folds(model, Matches({}, {}, (), {})) if size_of(model) > RUNNABLE else ()
+    if folds:
+        short = shortened_model(model, dict.fromkeys(folds, 0))
+        try:
+            return folds, short, _unfolded(anatomy_of(short, trace_of(short, inputs)), folds, model)
+        except PlanError:
+            pass  # its code may count what was left out
+    return (), model, anatomy_of(model, trace_of(model, inputs))
+
+
 def _unfolded(anatomy: Anatomy, folds: Sequence[Fold], model: nn.Module) -> Anatomy:
     """The anatomy of the model from that of one with few of equal layers."""
-    if not folds:
-        return anatomy
     copies: dict[str, list[str]] = {}
     for path in Names(model).places:
         copies.setdefault(_source(path, folds), []).append(path)

@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from tpplan.observe.trace import Call, Op, Trace
+from tpplan.observe.twins import DROPOUT
+from tpplan.planner.views import KEEPING, VIEWS
 from tpplan.suggestion.units import Kind, Units
 
 _ADDS = frozenset({"add", "add_", "sub", "sub_"})
@@ -97,6 +101,17 @@ def streamed(trace: Trace, call: Call) -> int | None:
     return next(given, None)
 
 
+def mixing(model: nn.Module, trace: Trace, op: Op) -> str | None:
+    """The module without parameters of which an op is more than number by number: a norm, maybe."""
+    name = op.name.removeprefix("aten.").split(".")[0]
+    if op.pointwise or name in VIEWS or name in KEEPING:
+        return None
+    path = trace.calls[op.call].path
+    module = model.get_submodule(path)
+    bare = not any(True for _ in (*module.children(), *module.parameters()))
+    return path if bare and path and not isinstance(module, DROPOUT) else None
+
+
 class Reader:
     """Reads one call of an element, op by op."""
 
@@ -161,8 +176,10 @@ class Reader:
             self.columns.update(op.outputs)
         elif not inputs.isdisjoint(self.stream):
             self.stream.update(op.outputs)
-            if unit is not None:
-                self.on_stream[unit] = None
+            within = op.call != self.call.index and unit is None
+            bare = mixing(self.units.model, self.trace, op) if within else None
+            self.on_stream.update({} if unit is None else {unit: None})
+            self.on_stream.update({} if bare is None else {bare: None})
         elif not inputs.isdisjoint(self.beside) or not inputs.isdisjoint(self.trace.parameters):
             self.beside.update(op.outputs)
 
