@@ -276,15 +276,22 @@ class Layouts:
             yield {self.around: Decision(ATTENTION.name, {**counts, **options})}
 
     def _attributes(self, groups: int) -> list[dict[str, str]]:
-        """Attributes that may count heads or their columns: all of them, then those of heads."""
+        """Attributes that may count heads or their columns.
+
+        Those that may as well be the width of a head are tried one by one first.
+        """
         heads, wide = self.shapes.heads, self.shapes.head_dim
-        values = {heads: "heads", groups: "kv_heads"} if groups != heads else {heads: "heads"}
-        values |= {heads * wide: "heads * head_dim", heads // groups: "heads // kv_heads"}
-        values |= {groups * wide: "kv_heads * head_dim"} if groups != heads else {}
+        values = {heads // groups: "heads // kv_heads"} if groups != heads else {}
+        values |= {groups * wide: "kv_heads * head_dim", groups: "kv_heads"}
+        values |= {heads * wide: "heads * head_dim", heads: "heads"}
         read = named_in_code(self.model.get_submodule(self.around))
         found = {name: values[n] for name, n in read.items() if n in values and n > 1}
-        counting = {name: text for name, text in found.items() if "head_dim" not in text}
-        some = [found, counting, {n: t for n, t in found.items() if n not in counting}]
+        own = {name: text for name, text in found.items() if "." not in name}
+        sure = {name: text for name, text in own.items() if read[name] != wide}
+        counts = {name: text for name, text in sure.items() if "//" not in text}
+        either = [name for name in own if name not in sure]
+        some = [{**known, name: own[name]} for known in (counts, sure) for name in either]
+        some += [counts, sure, own, found]
         return [one for i, one in enumerate(some) if one and one not in some[:i]]
 
     def _of_heads(self, call: Call) -> dict[str, int]:

@@ -40,8 +40,12 @@ def written(
         if decision.why and decision.why != said:
             lines += [f"  # {line}" for line in _wrapped(decision.why)]
         said = decision.why
-        where[len(lines) + 1] = paths
-        lines.append(f"  {f'{text}: ':<{column}}{_rule(decision)}")
+        rule = [f"  {f'{text}: ':<{column}}{_rule(decision)}"]
+        if len(rule[0]) > _LINE and decision.options:
+            told = {"style": decision.style, **decision.options}
+            rule = [f"  {text}:", *(f"    {key}: {_flow(value)}" for key, value in told.items())]
+        where.update(dict.fromkeys(range(len(lines) + 1, len(lines) + len(rule) + 1), paths))
+        lines += rule
     return "\n".join(lines) + "\n", where
 
 
