@@ -9,10 +9,12 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import tpplan
 from tests.gpt import GPT
 from tests.models import hf
+from tests.ranks import Ranks
 from tests.suggestion.odd import Model, Sorted, Zag
 from tpplan.cli import main
 from tpplan.language import Pattern
@@ -148,6 +150,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == file.read_text()
     assert main(["suggest", "--model", "tests.suggestion.odd:random", "--tp", "2"]) == 1
     assert "does something else from call to call" in capsys.readouterr().err
+
+
+def auto_job(mesh: DeviceMesh) -> float:
+    """How far the outputs of a model sharded by a suggestion are from its own."""
+    torch.manual_seed(0)
+    model = Model().eval()
+    ids = torch.arange(10).view(2, 5)
+    with torch.no_grad():
+        wanted = model(ids)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sharded = tpplan.parallelize(model, "auto", mesh)
+        return float((sharded(ids) - wanted).abs().max())
+
+
+def test_all_ranks_come_to_the_same_plan(ranks: Ranks) -> None:
+    assert max(ranks.run(2, auto_job)) < 1e-5
 
 
 @pytest.mark.slow

@@ -80,6 +80,12 @@ def find(
     if tp < 2:
         raise PlanError([Diagnostic(f"a plan is suggested for at least 2 ranks, not {tp}")])
     task = Task(tp, batch, seq, load_hardware(hardware or DEFAULT), inputs)
+    with torch.enable_grad():  # whatever the caller does with the model itself
+        return _found(model, task, told)
+
+
+def _found(model: nn.Module, task: Task, told: Say) -> Suggestion:
+    tp, inputs = task.tp, task.inputs
     told("tracing the model")
     folds, short, anatomy = _anatomy(model, inputs)
     search = Search(_stand_in(model, short, anatomy, inputs), anatomy, tp, inputs, told)

@@ -271,7 +271,8 @@ class Layouts:
             counts["kv_heads"] = self._named(groups)
         inputs = self._of_heads(self.calls[self.around])
         more: list[dict[str, object]] = [{"head_inputs": inputs}] if inputs else []
-        more += [{}, *({"attributes": some} for some in self._attributes(groups))]
+        more.append({})
+        more += [{"attributes": some} for some in self._attributes(groups)]
         for options in more:
             yield {self.around: Decision(ATTENTION.name, {**counts, **options})}
 
