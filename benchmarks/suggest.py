@@ -32,6 +32,14 @@ SIZES = (2, 4)
 MODES = {"TP": False, "TP+SP": True}
 PLAIN = "plain GPT"
 WORSE, EQUAL, BETTER = "worse", "equal", "better"
+WHY = """Why some are worse:
+
+- State spaces, linear attention and their hybrids (mamba, jamba, falcon_h1, qwen3_next, recurrent_gemma and
+  others): parameters that code multiplies by itself, and convolutions of channels, are in no region that is
+  searched. These layers are left whole, the attention and MLPs beside them are sharded.
+- diffllama: norms over groups of heads; its attention is left whole.
+- doge: with its attention left whole the model's numbers overflow in the proof of the rest, and nothing is left.
+- rwkv changes its own weights when it is first run in evaluation, and is refused for that."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +182,7 @@ def document(rows: Sequence[Sequence[str]], left: int) -> str:
         f"- as good as the shipped plan or better: {fine} of {len(with_shipped)} that have one",
     ]
     table = [HEADS, ["---"] * len(HEADS), *rows]
+    parts.append(WHY)
     parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in table))
     return "\n\n".join(parts) + "\n"
 
