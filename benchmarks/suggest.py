@@ -34,12 +34,15 @@ PLAIN = "plain GPT"
 WORSE, EQUAL, BETTER = "worse", "equal", "better"
 WHY = """Why some are worse:
 
-- State spaces, linear attention and their hybrids (mamba, jamba, falcon_h1, qwen3_next, recurrent_gemma and
-  others): parameters that code multiplies by itself, and convolutions of channels, are in no region that is
-  searched. These layers are left whole, the attention and MLPs beside them are sharded.
+- State spaces, linear attention and their hybrids (mamba, jamba, falcon_h1, qwen3_next,
+  recurrent_gemma and others): parameters that code multiplies by itself, and convolutions of
+  channels, are in no region that is searched. These layers are left whole, what is beside them is
+  sharded.
 - diffllama: norms over groups of heads; its attention is left whole.
-- doge: with its attention left whole the model's numbers overflow in the proof of the rest, and nothing is left.
-- rwkv changes its own weights when it is first run in evaluation, and is refused for that."""
+- doge: with its attention left whole the numbers overflow in the proof of the rest, and nothing is
+  left.
+- rwkv does something else when it is first run in evaluation (it rescales weights), and is refused
+  for that."""
 
 
 @dataclass(frozen=True)
