@@ -34,15 +34,15 @@ PLAIN = "plain GPT"
 WORSE, EQUAL, BETTER = "worse", "equal", "better"
 WHY = """Why some are worse:
 
-- State spaces, linear attention and their hybrids (mamba, jamba, falcon_h1, qwen3_next,
+- State spaces, linear attention and their hybrids (mamba, jamba, falcon_h1, qwen3_next, lfm2,
   recurrent_gemma and others): parameters that code multiplies by itself, and convolutions of
   channels, are in no region that is searched. These layers are left whole, what is beside them is
   sharded.
-- diffllama: norms over groups of heads; its attention is left whole.
+- diffllama: its attention is left whole; why no layout is taken was not looked into.
 - doge: with its attention left whole the numbers overflow in the proof of the rest, and nothing is
   left.
-- rwkv does something else when it is first run in evaluation (it rescales weights), and is refused
-  for that."""
+- rwkv does something else in its first call in evaluation than in the next, and is refused for
+  that; no shipped plan has it."""
 
 
 @dataclass(frozen=True)
