@@ -17,7 +17,6 @@ from benchmarks import zoo
 from tests.cuda import Context, Cuda, cuda_mesh, devices, fakes
 from tests.gpt import GPT
 from tests.models import hf
-from tpplan import api
 from tpplan.comm import (
     Group,
     Site,
@@ -37,7 +36,7 @@ from tpplan.layout import Rows
 from tpplan.observe.shadow import call_for, shadow_of
 from tpplan.observe.trace import fake_inputs
 from tpplan.planner import compile_plan
-from tpplan.rewrite import apply
+from tpplan.rewrite import apply, world
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.roles.draws import part_of_dropout
 from tpplan.simulate import Recorder
@@ -313,6 +312,6 @@ def test_each_rank_takes_its_own_device(
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     for name, value in {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(api, "init_device_mesh", lambda *args, **_: args)
-    mesh: Any = api._world_mesh()
+    monkeypatch.setattr(world, "init_device_mesh", lambda *args, **_: args)
+    mesh: Any = world.world_mesh()
     assert (taken, started, mesh) == (chosen, ["nccl"], ("cuda", (4,)))

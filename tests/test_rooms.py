@@ -40,13 +40,16 @@ PERMITTED: Mapping[str, str] = {
     "completion": "",
     "render": "version layout language kernels compiled planner simulate cost shipped",
     "proof": "compat layout language places compiled comm styles observe planner rewrite simulate",
+    "suggestion": "version language models compat observe planner styles simulate cost proof",
+    "options": "language",
     "trainers": "checkpoint rewrite",
     "adapters": "comm roles checkpoint",
     "hf": "language styles planner shipped",
     "api": "compat language kernels comm compiled planner rewrite trainers adapters simulate cost "
-    "shipped render proof",
+    "shipped render proof suggestion",
     "pretrained": "models checkpoint shipped api",
-    "cli": "version language models planner progress completion shipped render proof api",
+    "cli": "version language models options planner progress completion shipped render "
+    "proof suggestion api",
     "__main__": "cli",
     "": "version",  # the package itself: it finds its rooms by their names
 }

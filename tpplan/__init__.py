@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tpplan.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tpplan.api import advise, check, dry_run, parallelize, verify
+    from tpplan.api import advise, check, dry_run, parallelize, suggest, verify
     from tpplan.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
     from tpplan.comm.meshes import by_mesh, clip_grad_norm_
     from tpplan.hf import from_hf
@@ -38,12 +38,13 @@ __all__ = [
     "load_plan",
     "parallelize",
     "save_checkpoint",
+    "suggest",
     "verify",
 ]
 
 # imported when it is first asked for: the command line answers much without torch
 _ROOMS: Mapping[str, Sequence[str]] = {
-    "api": ("advise", "check", "dry_run", "parallelize", "verify"),
+    "api": ("advise", "check", "dry_run", "parallelize", "suggest", "verify"),
     "checkpoint": ("CheckpointError", "load_checkpoint", "save_checkpoint"),
     "comm.meshes": ("by_mesh", "clip_grad_norm_"),
     "hf": ("from_hf",),

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan import adapters, proof
-from tpplan.comm.meshes import tp_of
 from tpplan.compat import fake_world
 from tpplan.compiled import CompiledPlan
 from tpplan.kernels.launch import interpreted
-from tpplan.language import Diagnostic, FrozenMap, PlanError
+from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.planner import compile_plan
 from tpplan.planner.adapters import adapted_model
 from tpplan.planner.kernels import implementations
@@ -27,6 +24,7 @@ from tpplan.proof import Verification
 from tpplan.rewrite import apply, plan_of
 from tpplan.rewrite.launch import agreed
 from tpplan.rewrite.rehearse import rehearse
+from tpplan.rewrite.world import own_mesh
 from tpplan.shipped import PlanSource, load_plan
 from tpplan.trainers import introduce, introduce_experts
 
@@ -55,21 +53,18 @@ def parallelize(
 
     Args:
         model: real, or on the meta device (then ``to_empty`` and load).
-        plan: a ``Plan``, a path, a shipped plan's name, "auto", or a mapping.
-        mesh: its dimensions "tp" and "ep" (see docs/guide.md), or the only one, for tp. None: the
-            whole world under torchrun; tp 1 in a single process.
+        plan: a ``Plan``, a path, a shipped plan's name, "auto", or a mapping. "auto" is
+            the shipped plan of the model's class, else a suggested one, with a warning.
+        mesh: its dimensions "tp" and "ep" (docs/guide.md), or the only one, for tp. None: the whole
+            world under torchrun; tp 1 in a single process.
         sequence_parallel, kernels: override the plan's.
         inputs: a call the model accepts (a mapping of keyword arguments, a tuple, or a tensor),
-            where token ids of shape (batch, sequence) are not one; or a list of calls, which
-            together come to every module. Linears and Embeddings that none comes to are sharded
-            all the same, with a warning, and cannot be run.
+            where token ids of shape (batch, sequence) are not one; or a list of calls. Linears and
+            Embeddings that none comes to are sharded too, with a warning, and cannot be run.
         src_data_rank: the rank of the tp group whose values count; None trusts each rank's own.
         prove: whether the rewritten model is run beside the unsharded one first, on simulated
             ranks and numbers of its own; see docs/proved.md.
-        save: overrides the plan's: "gathered", or "shard", which keeps a rank's rows of what
-            column-parallel layers were given under sequence parallelism, and gathers it again.
-        recompute: overrides the plan's: of "norms" and "activations", what is computed again in
-            backward; where fused kernels compute it.
+        save, recompute: override the plan's, see docs/plan-language.md.
 
     Raises:
         PlanError: with every problem of the plan, the model and their fit.
@@ -80,11 +75,11 @@ def parallelize(
         raise ValueError(
             "this model was parallelized before; build a fresh one to shard it another way"
         )
-    own, tp_mesh, ep = _own_mesh(mesh)
+    own, tp_mesh, ep = own_mesh(mesh)
     tp = 1 if tp_mesh is None else tp_mesh.size()
 
     def compile_here() -> CompiledPlan:
-        loaded = load_plan(plan, adapted_model(model)).keeping(save, recompute)
+        loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute)
         return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs, ep)
 
     words = {"prove": prove, "src_data_rank": src_data_rank}
@@ -161,7 +156,7 @@ def dry_run(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, batch, seq)
-    loaded = load_plan(plan, adapted_model(model)).keeping(save, recompute)
+    loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute)
     setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs, ep)
     timed_on = cost.load_hardware(hardware or cost.DEFAULT)
     found = cost.dry_run(model, setting, batch, seq, training, fold, timed_on)
@@ -214,7 +209,7 @@ def advise(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, micro_batch, seq)
-    loaded = load_plan(plan, adapted_model(model)).keeping(save, recompute)
+    loaded = _plan_for(model, plan, 2, inputs).keeping(save, recompute)
     setting = cost.Setting(loaded, 1, None, kernels, inputs)
     task = cost.Task(gpus or timed_on.node, batch, seq, micro_batch)
     return Advice.of(cost.advise(model, setting, task, training, timed_on, told))
@@ -237,7 +232,7 @@ def check(
     Raises:
         PlanError: with every problem found.
     """
-    loaded = load_plan(plan, adapted_model(model))
+    loaded = _plan_for(model, plan, tp, inputs)
     compiled = compile_plan(model, loaded, tp, sequence_parallel, inputs=inputs, ep=ep)
     if tp * ep > 1:
         _warn(compiled, None)
@@ -258,6 +253,56 @@ def _warn(compiled: CompiledPlan, mesh: DeviceMesh | None) -> None:
             "it is run. To have it proved, add a call that comes to it to the list of inputs="
         )
         warnings.warn(message, stacklevel=3)
+
+
+def suggest(
+    model: nn.Module,
+    tp: int,
+    inputs: Any = None,
+    *,
+    batch: int = 1,
+    seq: int = 2048,
+    hardware: HardwareSource | None = None,
+    told: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Write a plan for a model that has none, found in what it does and proved.
+
+    The plan's ``text`` is a file to keep and to edit. The model, real or on the meta device, is not
+    changed; the same model gives the same text.
+
+    Args:
+        inputs: a call the model accepts, where token ids of shape (batch, sequence) are not one.
+        batch, seq, hardware: what the plans that hold are weighed for, as in ``dry_run``.
+        told: is told what is being done.
+
+    Raises:
+        PlanError: where no plan can be proved, and where the model changes from call to call.
+    """
+    from tpplan.suggestion import find
+
+    return find(model, tp, inputs, batch=batch, seq=seq, hardware=hardware, told=told).plan
+
+
+def _plan_for(model: nn.Module, plan: PlanSource, tp: int, inputs: Any) -> Plan:
+    """The plan that is meant; of "auto" a suggestion, where no shipped plan is the model's."""
+    inner = adapted_model(model)
+    try:
+        return load_plan(plan, inner)
+    except PlanError as error:
+        if plan != "auto" or inner is not model:
+            raise
+        missing = error
+    try:
+        found = suggest(model, max(tp, 2), inputs)
+    except PlanError as error:
+        raise PlanError([*missing.diagnostics, *error.diagnostics]) from error
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        message = (
+            f"no shipped plan is for {type(model).__name__}: it gets one that was found and proved "
+            f"now. To keep it, write tpplan.suggest(model, tp={max(tp, 2)}).text to a file"
+        )
+        warnings.warn(message, stacklevel=4)
+    return found
 
 
 def verify(
@@ -301,7 +346,7 @@ def verify(
         VerificationError: naming the first module whose output or gradient differs.
     """
     model = make_model if isinstance(make_model, nn.Module) else make_model()
-    loaded = load_plan(plan, adapted_model(model)).keeping(save, recompute)
+    loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute)
     wanted = implementations(loaded.kernels, kernels)
     if "triton" in wanted.values() and not interpreted():
         message = "kernels: verify runs on the CPU, and Triton's run there in its interpreter only"
@@ -320,42 +365,3 @@ def verify(
         seed=seed,
         ep=ep,
     )
-
-
-def _own_mesh(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh | None, int]:
-    """The ranks that share the model, (tp), (ep) or (ep, tp); those of tp; how many are of ep."""
-    if mesh is None:
-        world = _world_mesh()
-        return world, world, 1
-    names = mesh.mesh_dim_names or ()
-    own = tuple(n for n in names if n in ("ep", "tp"))
-    if not own and mesh.ndim == 1:
-        return mesh, mesh, 1
-    if not own:
-        raise ValueError(f"the mesh has no dimension named 'tp', only {names or 'unnamed ones'}")
-    if own == ("tp", "ep"):
-        raise ValueError("the mesh has 'tp' before 'ep'; name 'ep' first, and 'tp' last")
-    own = tuple(n for n in own if mesh.size(names.index(n)) > 1) or own[-1:]
-    ep = mesh.size(names.index("ep")) if "ep" in own else 1
-    mesh = mesh if own == names else mesh[own]
-    return mesh, tp_of(mesh, ep), ep
-
-
-def _world_mesh() -> DeviceMesh | None:
-    """The whole world as one tp group, started if torchrun asks for it; None in one process."""
-    if not dist.is_initialized():
-        if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-            return None
-        _start()
-    on_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend()
-    device = "cuda" if on_gpus else "cpu"
-    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
-
-
-def _start() -> None:
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return
-    if torch.cuda.current_device() == 0 and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")

@@ -8,25 +8,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpplan.completion import bash
 from tpplan.language import PlanError, suggest
-from tpplan.language.styles import KERNEL_CHOICES, SAVE_CHOICES
+from tpplan.options import (
+    Defaults,
+    example_inputs,
+    how_trained,
+    inputs_of,
+    overriding,
+    plan_and_model,
+    positive,
+    takes_model,
+    weighed_for,
+)
 from tpplan.progress import Progress
 from tpplan.shipped import load_plan, plan_directories, shipped_plans
 from tpplan.version import __version__
 
-if TYPE_CHECKING:
-    import torch
-
 FINE, FAILED, USAGE = 0, 1, 2
-_EITHER = argparse.BooleanOptionalAction  # --x and --no-x
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,15 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE if isinstance(error, _UsageError | ValueError | OSError) else FAILED
 
 
-class _Defaults(argparse.HelpFormatter):
-    """Says what is taken where an option is left out, where that says something."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        says = isinstance(action.default, str | int | float) and action.default is not False
-        told = says and action.option_strings and action.default != argparse.SUPPRESS
-        return f"{action.help or ''} (default: %(default)s)".strip() if told else action.help
-
-
 class _UsageError(Exception):
     """The command was asked for something that does not exist."""
 
@@ -86,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         name: str, run: Callable[[argparse.Namespace], int], help: str
     ) -> argparse.ArgumentParser:
         sub = commands.add_parser(
-            name, help=help, description=help, formatter_class=_Defaults, epilog=parser.epilog
+            name, help=help, description=help, formatter_class=Defaults, epilog=parser.epilog
         )
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
         sub.set_defaults(run=run)
@@ -104,99 +100,59 @@ Command = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.Arg
 
 def _reports(command: Command) -> None:
     dry_run = command("dry-run", _dry_run, "what a plan does to a model, without running it")
-    _plan_and_model(dry_run, tp=None, spread=True)
-    _how_trained(dry_run)
-    dry_run.add_argument("--batch", type=_positive, default=1)
+    plan_and_model(dry_run, tp=None, spread=True)
+    how_trained(dry_run)
+    dry_run.add_argument("--batch", type=positive, default=1)
     dry_run.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
     page = "write the report as a page, with other sizes beside it"
     dry_run.add_argument("--html", metavar="FILE", help=page)
 
     advise = command("advise", _advise, "how to share out GPUs: tensor, data, pipeline parallelism")
-    _plan_and_model(advise, tp=None, sized=False)
-    _how_trained(advise)
-    advise.add_argument("--gpus", type=_positive, help="how many there are (a node)")
-    advise.add_argument("--batch", type=_positive, default=64, help="sequences in a step, in all")
-    advise.add_argument("--micro-batch", type=_positive, default=1, help="sequences at a time")
+    plan_and_model(advise, tp=None, sized=False)
+    how_trained(advise)
+    advise.add_argument("--gpus", type=positive, help="how many there are (a node)")
+    advise.add_argument("--batch", type=positive, default=64, help="sequences in a step, in all")
+    advise.add_argument("--micro-batch", type=positive, default=1, help="sequences at a time")
     advise.add_argument("--json", metavar="FILE", help="write it as JSON ('-': stdout)")
 
     diff = command("diff", _diff, "what another plan changes")
-    _plan_and_model(diff, tp=None)
+    plan_and_model(diff, tp=None)
     diff.add_argument("other", help="the plan that changes it")
-    _how_trained(diff)
-    diff.add_argument("--batch", type=_positive, default=1)
+    how_trained(diff)
+    diff.add_argument("--batch", type=positive, default=1)
     diff.add_argument("--json", metavar="FILE", help="write it as JSON ('-': stdout)")
 
 
 def _checks(command: Command) -> None:
     verify = command("verify", _verify, "prove a plan: simulated ranks against the whole model")
-    _plan_and_model(verify, spread=True)
+    plan_and_model(verify, spread=True)
     real = "real gloo processes instead of simulated ranks"
     verify.add_argument("--processes", action="store_true", help=real)
-    _example_inputs(verify)
-    _overriding(verify)
+    example_inputs(verify)
+    overriding(verify)
 
     check = command("check", _check, "what is wrong with a plan, on its own or for a model")
-    _plan_and_model(check, model_required=False, spread=True)
-    _example_inputs(check)
+    plan_and_model(check, model_required=False, spread=True)
+    example_inputs(check)
+
+    suggested = command("suggest", _suggest, "a plan for a model that has none: found and proved")
+    takes_model(suggested)
+    suggested.add_argument("--tp", type=positive, required=True, help="ranks")
+    suggested.add_argument("--batch", type=positive, default=1)
+    weighed_for(suggested)
+    example_inputs(suggested)
+    suggested.add_argument("-o", "--output", metavar="FILE", help="write it there")
+    costs = "also what was tried, what that costs, and why this one was taken"
+    suggested.add_argument("--explain", action="store_true", help=costs)
 
     explain = command("explain", _explain, "what becomes of one module, and why")
-    _plan_and_model(explain)
-    _example_inputs(explain)
+    plan_and_model(explain)
+    example_inputs(explain)
     explain.add_argument("path", help="of a module or a parameter")
 
     command("list", _list, "the shipped plans")
     show = command("show", _show, "a plan's text")
     show.add_argument("plan")
-
-
-def _plan_and_model(
-    sub: argparse.ArgumentParser,
-    model_required: bool = True,
-    tp: int | None = 2,
-    sized: bool = True,
-    spread: bool = False,
-) -> None:
-    sub.add_argument("plan", help="a plan file, or a shipped plan's name")
-    kinds = "config.json, a folder with one, or package.module:factory"
-    sub.add_argument("--model", required=model_required, help=kinds)
-    if sized:
-        sub.add_argument("--tp", type=_positive, default=tp, required=tp is None, help="ranks")
-        if spread:
-            sub.add_argument("--ep", type=_positive, default=1, help="groups that share experts")
-        sub.add_argument("--sequence-parallel", action=_EITHER, help="override the plan's")
-
-
-def _example_inputs(sub: argparse.ArgumentParser) -> None:
-    said = "an input of the model, as in input_ids:int64[2,13]; may be given several times"
-    form = "NAME:DTYPE[SHAPE]"
-    sub.add_argument("--input", action="append", default=[], metavar=form, help=said)
-
-
-def _how_trained(sub: argparse.ArgumentParser) -> None:
-    add, labels = sub.add_argument, "give the token ids as labels too, for the model's loss"
-    copies = "float32 copies of 16-bit parameters for the optimizer"
-    add("--seq", type=_positive, default=2048, help="sequence length")
-    _example_inputs(sub)
-    add("--loss", action="store_true", help=labels)
-    add("--optimizer", default="adamw", help="its name, or none")
-    add("--clip", type=float, default=1.0, metavar="NORM", help="of gradients; 0 for none")
-    add("--master-weights", action=_EITHER, default=True, help=copies)
-    add("--checkpointing", action="store_true", help="recompute every layer in backward")
-    add("--hardware", help="a profile's name, or a YAML file of your own")
-    _overriding(sub)
-
-
-def _overriding(sub: argparse.ArgumentParser) -> None:
-    kinds = "of all kinds: triton, torch, or auto: Triton's where it runs on a GPU"
-    sub.add_argument("--kernels", choices=KERNEL_CHOICES, help=kinds)
-    sub.add_argument("--save", choices=SAVE_CHOICES, help="of gathered inputs, for backward")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
 
 
 def _dry_run(args: argparse.Namespace) -> int:
@@ -261,7 +217,7 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
     """The options of a dry run that say how the model is trained, and on what."""
     return {
         "seq": args.seq,
-        "inputs": _inputs(args.input) or None,
+        "inputs": inputs_of(args.input),
         "loss": args.loss,
         "optimizer": args.optimizer,
         "max_norm": args.clip or None,
@@ -269,6 +225,7 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
         "checkpointing": args.checkpointing,
         "kernels": args.kernels,
         "save": args.save,
+        "recompute": args.recompute,
         **({"hardware": args.hardware} if args.hardware else {}),
     }
 
@@ -304,7 +261,7 @@ def _check(args: argparse.Namespace) -> int:
         from tpplan.api import check
         from tpplan.models import build
 
-        model, inputs = build(args.model), _inputs(args.input) or None
+        model, inputs = build(args.model), inputs_of(args.input)
         progress.say(f"proving {args.plan} on it at tp {args.tp}")
         how = args.plan, args.tp, args.sequence_parallel
         compiled = check(model, *how, ep=args.ep, inputs=inputs)
@@ -329,36 +286,37 @@ def _verify(args: argparse.Namespace) -> int:
             sequence_parallel=args.sequence_parallel,
             kernels=args.kernels,
             save=args.save,
-            inputs=_inputs(args.input) or None,
+            recompute=args.recompute,
+            inputs=inputs_of(args.input),
             processes=args.processes,
         )
     print(*filter(None, (note, describe(result))), sep="\n")
     return FINE
 
 
-_INPUT = re.compile(r"(?P<name>[A-Za-z_]\w*):(?P<dtype>[a-z0-9]+)\[(?P<shape>[0-9, ]*)\]")
+def _suggest(args: argparse.Namespace) -> int:
+    with _building(args) as progress:
+        from tpplan.models import build
+        from tpplan.suggestion import explained, find
 
-
-def _inputs(texts: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Example inputs as the command line states them; integers are small, and so valid ids."""
-    import torch
-
-    found = {}
-    for text in texts:
-        match = _INPUT.fullmatch(text)
-        dtype = None if match is None else getattr(torch, match["dtype"], None)
-        if match is None or not isinstance(dtype, torch.dtype):
-            raise _UsageError(f"--input '{text}': write it as in input_ids:int64[2,13]")
-        shape = [int(n) for n in match["shape"].split(",") if n.strip()]
-        generator = torch.Generator().manual_seed(0)
-        if dtype.is_floating_point:
-            value = torch.randn(shape, generator=generator).to(dtype)
-        elif dtype == torch.bool:
-            value = torch.ones(shape, dtype=dtype)
-        else:
-            value = torch.randint(1, 100, shape, generator=generator).to(dtype)
-        found[match["name"]] = value
-    return found
+        model = build(args.model)
+        found = find(
+            model,
+            args.tp,
+            inputs_of(args.input),
+            batch=args.batch,
+            seq=args.seq,
+            hardware=args.hardware,
+            told=progress.say,
+        )
+    if args.explain:
+        print(explained(found), file=sys.stderr)
+    if args.output:
+        Path(args.output).write_text(found.plan.text, encoding="utf-8")
+        print(f"{args.output}: {len(found.plan.rules)} rules, proved at tp {args.tp}")
+    else:
+        sys.stdout.write(found.plan.text)
+    return FINE
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -369,7 +327,7 @@ def _explain(args: argparse.Namespace) -> int:
 
         model = build(args.model)
         progress.say(f"compiling {args.plan} onto it")
-        plan, inputs = load_plan(args.plan, model), _inputs(args.input) or None
+        plan, inputs = load_plan(args.plan, model), inputs_of(args.input)
         compiled = compile_plan(model, plan, args.tp, args.sequence_parallel, inputs=inputs)
     try:
         print(explain(model, compiled, args.path))

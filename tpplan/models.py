@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_RUNNABLE = 50_000_000
+RUNNABLE = 50_000_000
+"""How many parameters a model may have to be computed with here."""
 _VOCABULARY = 1024
 _LAYERS = frozenset(
     {"num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"}
@@ -111,7 +112,7 @@ def made_runnable(model: nn.Module) -> tuple[nn.Module, str | None]:
     """
     size = sum(p.numel() for p in model.parameters())
     note = None
-    if size > _RUNNABLE:
+    if size > RUNNABLE:
         config = getattr(model, "config", None)
         if config is None:
             raise ModelError(
@@ -122,7 +123,7 @@ def made_runnable(model: nn.Module) -> tuple[nn.Module, str | None]:
         with torch.device("meta"):
             model = type(model)(config)
         left = sum(p.numel() for p in model.parameters())
-        if left > _RUNNABLE:
+        if left > RUNNABLE:
             raise ModelError(f"even shrunk by its config ({changed}) it has {left:,} parameters")
         note = f"shrunk by its config, from {size:,} to {left:,} parameters: {changed}"
     if any(p.is_meta for p in model.parameters()):

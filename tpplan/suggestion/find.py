@@ -1,0 +1,285 @@
+"""The whole way: anatomy, search, weighing, and the proof of what is given back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpplan.cost import DEFAULT, load_hardware
+from tpplan.cost.hardware import HardwareSource
+from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
+from tpplan.language.styles import ROWS
+from tpplan.models import RUNNABLE, ModelError, made_runnable
+from tpplan.planner import compile_plan
+from tpplan.planner.match import Matches
+from tpplan.proof import Verification, VerificationError, verify
+from tpplan.simulate.folding import Fold, find_folds, shortened_model
+from tpplan.styles import named
+from tpplan.suggestion.anatomy import Anatomy, anatomy_of
+from tpplan.suggestion.draft import Decision
+from tpplan.suggestion.patterns import Names
+from tpplan.suggestion.search import Say, Search, examine, size_of
+from tpplan.suggestion.text import plan_from, written
+from tpplan.suggestion.traced import trace_of
+from tpplan.suggestion.weigh import Candidate, Task, weighed
+from tpplan.version import __version__
+
+_LITTLE = 0.01
+"""What has a smaller share of the parameters may be left whole, where that costs less."""
+_LEFT = 3
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A plan that was found and proved.
+
+    Attributes:
+        plan: its ``text`` is the file.
+        candidates: the plans that held and what they cost, the chosen one first; one of which
+            nothing is known where the model cannot be executed at that length.
+        refused: of each region that has not the first layout that was tried, or is whole: what
+            was said of those before.
+        tried: how many plans were compiled; proof: what verify found, None where the model is
+            too large to compute with, and only its miniature was proved.
+    """
+
+    plan: Plan
+    candidates: tuple[Candidate, ...]
+    refused: Mapping[str, tuple[str, ...]]
+    tried: int
+    proof: Verification | None
+    task: Task
+
+
+def find(
+    model: nn.Module,
+    tp: int,
+    inputs: Any = None,
+    *,
+    batch: int = 1,
+    seq: int = 2048,
+    hardware: HardwareSource | None = None,
+    told: Say = lambda _: None,
+) -> Suggestion:
+    """Write a plan for ``model`` on ``tp`` ranks; the model is not changed.
+
+    Args:
+        inputs: a call the model accepts, where token ids of shape (batch, sequence) are not one,
+            or a list of calls.
+        batch, seq, hardware: what the plans that hold are weighed for.
+        told: is told what is being done.
+
+    Raises:
+        PlanError: where no plan can be proved, and where the model changes from call to call.
+    """
+    if tp < 2:
+        raise PlanError([Diagnostic(f"a plan is suggested for at least 2 ranks, not {tp}")])
+    task = Task(tp, batch, seq, load_hardware(hardware or DEFAULT), inputs)
+    with torch.enable_grad():  # whatever the caller does with the model itself
+        return _found(model, task, told)
+
+
+def _found(model: nn.Module, task: Task, told: Say) -> Suggestion:
+    tp, inputs = task.tp, task.inputs
+    told("tracing the model")
+    folds, short, anatomy = _anatomy(model, inputs)
+    search = Search(_stand_in(model, short, anatomy, inputs), anatomy, tp, inputs, told)
+    search.run()
+    if not any(slot.region and not slot.left_whole for slot in anatomy.slots):
+        raise _nothing(search)
+    names = Names(model)
+    chosen, candidates = _cheapest(model, search, names, task, told)
+    told("proving the whole of it")
+    modes = (True, False) if not search.without else (False,)
+    plan = plan_from(written(chosen.decisions, names, chosen.keys)[0])
+    for mode in modes:
+        if folds:  # equal layers are proved once, and the whole of it compiled
+            compile_plan(model, plan, tp, mode, inputs=inputs)
+            search.on(short).prove(chosen.decisions, mode)
+        else:
+            examine(model, plan, tp, mode, inputs)
+    told("verifying it")
+    proof = _verified(model, plan, tp, inputs, modes)
+    head = _head(model, tp, search, proof)
+    plan = plan_from(written(chosen.decisions, names, chosen.keys, head)[0])
+    refused = {slot.name: tuple(slot.refused) for slot in anatomy.slots if slot.refused}
+    return Suggestion(plan, candidates, FrozenMap(refused), search.tried, proof, task)
+
+
+def _nothing(search: Search) -> PlanError:
+    """What is said where no region of a model can be sharded."""
+    found = [
+        Diagnostic(f"{slot.name}: {slot.refused[0] if slot.refused else 'is no region'}")
+        for slot in search.anatomy.slots
+        if slot.region
+    ]
+    message = "no part of the model was found that can be sharded"
+    hint = "write a plan, or change what the code does there; see the language's page"
+    return PlanError([Diagnostic(message, hint=hint), *found])
+
+
+def _anatomy(model: nn.Module, inputs: Any) -> tuple[Sequence[Fold], nn.Module, Anatomy]:
+    """How a large model is folded, what is left of it, and the anatomy of the whole."""
+    folds = find_folds(model, Matches({}, {}, (), {})) if size_of(model) > RUNNABLE else ()
+    if folds:
+        short = shortened_model(model, dict.fromkeys(folds, 0))
+        try:
+            return folds, short, _unfolded(anatomy_of(short, trace_of(short, inputs)), folds, model)
+        except PlanError:
+            pass  # its code may count what was left out
+    return (), model, anatomy_of(model, trace_of(model, inputs))
+
+
+def _unfolded(anatomy: Anatomy, folds: Sequence[Fold], model: nn.Module) -> Anatomy:
+    """The anatomy of the model from that of one with few of equal layers."""
+    copies: dict[str, list[str]] = {}
+    for path in Names(model).places:
+        copies.setdefault(_source(path, folds), []).append(path)
+    for slot in anatomy.slots:
+        slot.members = {
+            role: tuple(copy for path in paths for copy in copies[path])
+            for role, paths in slot.members.items()
+        }
+    elements = tuple(copy for path in anatomy.elements for copy in copies[path])
+    return replace(anatomy, elements=elements)
+
+
+def _source(path: str, folds: Sequence[Fold]) -> str:
+    """The path in the short model of what stands for a module or a parameter."""
+    for fold in folds:
+        if path.startswith(f"{fold.stack}."):
+            number, dot, rest = path[len(fold.stack) + 1 :].partition(".")
+            return f"{fold.stack}.{fold.source(int(number))}{dot}{rest}"
+    return path
+
+
+def _stand_in(model: nn.Module, short: nn.Module, anatomy: Anatomy, inputs: Any) -> nn.Module:
+    """What plans are tried on: of a large model the same code made small, if that has it all."""
+    if size_of(short) <= RUNNABLE or inputs is not None:
+        return short
+    try:
+        small, _ = made_runnable(model)
+        same = anatomy_of(small, trace_of(small, None, again=False))
+    except (ModelError, PlanError):
+        return short
+    told = {slot.name: slot.variants for slot in anatomy.slots}
+    return small if told == {slot.name: slot.variants for slot in same.slots} else short
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A plan to be weighed: its rules, and the entries beside them."""
+
+    name: str
+    decisions: Mapping[str, Decision]
+    keys: Mapping[str, object]
+    sequence_parallel: bool
+
+
+def _cheapest(
+    model: nn.Module, search: Search, names: Names, task: Task, told: Say
+) -> tuple[_Form, tuple[Candidate, ...]]:
+    """Of the plans that hold the one to write, and all with their costs."""
+    forms = {form.name: form for form in _forms(search)}
+    candidates = [
+        Candidate(
+            form.name,
+            plan_from(written(form.decisions, names, form.keys)[0]),
+            form.sequence_parallel,
+        )
+        for form in forms.values()
+    ]
+    found = weighed(model, candidates, task, told)
+    return forms[found[0].name], tuple(found)
+
+
+def _forms(search: Search) -> Iterator[_Form]:
+    """In both modes, with each way to share experts, and with little things left whole."""
+    decisions = search.decisions()
+    modes = (False,) if search.without else (True, False)
+    first = "TP" if search.without else "TP+SP"
+    for mode in modes:
+        keys = dict(search.keys) if mode else {**search.keys, ROWS: False}
+        yield _Form("TP+SP" if mode else "TP", decisions, keys, mode)
+    main = dict(search.keys) if modes[0] else {ROWS: False}
+    styles = {decision.style for decision in decisions.values()}
+    words = {w: o for style in sorted(styles) for w, o in named(style).ways().items()}
+    for word, options in list(words.items())[1:]:
+        changed = {
+            path: Decision(d.style, options, d.why) if word in named(d.style).ways() else d
+            for path, d in decisions.items()
+        }
+        if search.holds(changed, modes[0]):
+            yield _Form(f"{first}, experts by {word}", changed, main, modes[0])
+    for name, changed in search.with_little_whole(_LITTLE, _LEFT):
+        if search.holds(changed, modes[0]) and search.holds(changed, False):
+            yield _Form(f"{first}, {name} whole", changed, main, modes[0])
+
+
+def _verified(
+    model: nn.Module, plan: Plan, tp: int, inputs: Any, modes: tuple[bool, ...]
+) -> Verification | None:
+    """The plan on a model that can be computed with: this one, or the same code made small.
+
+    Raises:
+        PlanError: where it computes something else.
+    """
+    if size_of(model) > RUNNABLE and inputs is not None:
+        return None  # a call of the large model may not be one of the small
+    try:
+        small, _ = made_runnable(model)
+    except ModelError:
+        return None
+    small = _redrawn(small)
+    try:
+        found = [verify(small, plan, tp, sequence_parallel=m, inputs=inputs) for m in modes]
+    except VerificationError as error:
+        message = f"what was found is not what the model computes: {error}"
+        raise PlanError(
+            [Diagnostic(message, hint="write a plan; no suggestion is right")]
+        ) from error
+    return max(found, key=lambda v: max(v.output_error, v.gradient_error))
+
+
+def _redrawn(model: nn.Module) -> nn.Module:
+    """A copy with numbers of its own, the same on every rank and at every call."""
+    fresh = copy.deepcopy(model).float().cpu()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            if parameter.is_floating_point():
+                flat = parameter.flatten()
+                scale = parameter.dim() < 2 and bool(flat.numel()) and bool(flat[0] == 1)
+                parameter.normal_(1.0 if scale else 0.0, 0.05, generator=generator)
+    return fresh
+
+
+def _head(model: nn.Module, tp: int, search: Search, proof: Verification | None) -> list[str]:
+    """The comment that a file begins with."""
+    torch_version = torch.__version__.partition("+")[0]
+    modes = "TP" if search.without else "TP and TP+SP"
+    lines = [
+        f"Suggested by tpplan {__version__} for {type(model).__name__} at tp {tp}; yours to edit.",
+        f"Proved with torch {torch_version}, {modes}: simulated ranks against the unsharded model,",
+    ]
+    if proof is None:
+        lines.append("on a miniature in float64, outputs and every gradient.")
+    else:
+        error = max(proof.output_error, proof.gradient_error)
+        lines.append(f"outputs and every gradient {_below(error)}.")
+    if search.without:
+        lines.append(f"Without sequence parallelism: {search.without}")
+    return lines
+
+
+def _below(error: float) -> str:
+    """The power of ten that an error is below."""
+    power = -7
+    while error >= 10.0**power:
+        power += 1
+    return f"within 1e{power:+03d}"

@@ -1,0 +1,329 @@
+"""What may become of a sharded region: the ways in which its projections may hold their heads.
+
+The first is what most models are; the compiler's proof says which of them is right.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from tpplan.observe.trace import Call, Trace
+from tpplan.planner.attributes import integers, named_in_code
+from tpplan.planner.views import KEEPING, VIEWS, head_views
+from tpplan.styles.attention import ATTENTION
+from tpplan.styles.colwise import COLWISE
+from tpplan.styles.experts import EXPERTS
+from tpplan.styles.replicate import REPLICATE
+from tpplan.styles.rowwise import ROWWISE
+from tpplan.styles.sequence_parallel import SEQUENCE_PARALLEL
+from tpplan.suggestion.draft import Decision
+from tpplan.suggestion.regions import Region, streamed
+
+_TURNS = frozenset({"transpose", "permute", "t"})
+_SCORES = frozenset({"_softmax", "_safe_softmax"})
+_FUSED = ("_attention", "_attention_for_cpu")
+_HALVES = ("gate", "up")
+_BLOCKS = (4, 2, 8)
+_MOST = 24
+WHOLE = Decision(REPLICATE.name)
+GATHERED = Decision(REPLICATE.name, {"input": "gather"})
+ON_ROWS = Decision(SEQUENCE_PARALLEL.name)
+Packed = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a trace shows of a region's sizes.
+
+    Attributes:
+        width: the columns that its row-parallel layer is given, 0 where there is none.
+        heads, head_dim: of its attention, as the result is put together; 0 where unknown.
+        attends: whether weights of a softmax, or torch's fused attention, are computed in it.
+        outputs: of each column-parallel layer.
+    """
+
+    width: int
+    heads: int
+    head_dim: int
+    attends: bool
+    outputs: Mapping[str, int]
+
+
+class Layouts:
+    """The variants of one region of an element, as decisions by path."""
+
+    def __init__(self, model: nn.Module, trace: Trace, element: Call, region: Region) -> None:
+        self.model, self.trace, self.element, self.region = model, trace, element, region
+        self.calls = {c.path: c for c in reversed(trace.calls)}
+        self.around = self._around()
+        self.shapes = self._shapes()
+
+    def sharded(self) -> list[dict[str, Decision]]:
+        """The likeliest first."""
+        found: list[dict[str, Decision]] = []
+        bases = list(self._bases())
+        for base, packed in itertools.product(bases, self._packings()):
+            found.append({**base, **packed})
+            found += [{**base, **packed, **stated} for stated in self._stated(packed)]
+        return list(_distinct(found))[:_MOST]
+
+    def left_whole(self, alone: bool) -> list[dict[str, Decision]]:
+        """On a rank's rows where that is right, else with the stream gathered.
+
+        Args:
+            alone: whether no other region is in the module around it.
+        """
+        if alone and self.around and self.around != self.element.path:
+            return [{self.around: decision} for decision in (ON_ROWS, GATHERED, WHOLE)]
+        held = [path for path in self.region.everything() if path not in self.region.bare]
+        return [dict.fromkeys(held, decision) for decision in (ON_ROWS, GATHERED, WHOLE)]
+
+    # --- what a trace shows
+
+    def _around(self) -> str:
+        """The innermost module around all of the region that is called, "" for none."""
+        paths = [p.split(".") for p in (*self.region.rows, *self.region.columns)]
+        paths += [p.split(".") for p in (*self.region.stacked, *self.region.whole)]
+        if not paths:
+            return self.region.multihead[0]
+        shared = 0
+        while all(len(p) > shared + 1 and p[shared] == paths[0][shared] for p in paths):
+            shared += 1
+        steps = paths[0][:shared]
+        while steps and ".".join(steps) not in self.calls:
+            steps.pop()
+        return ".".join(steps)
+
+    def _shapes(self) -> Shapes:
+        width = heads = head_dim = 0
+        if self.region.rows:
+            call = self.calls[self.region.rows[0]]
+            given = next(n for n in call.arguments if n in self.trace.floating)
+            width = self.trace.shapes[given][-1]
+            heads, head_dim = self._heads_before(given, width)
+        outputs = {
+            path: self.trace.shapes[self.calls[path].outputs[0]][-1]
+            for path in self.region.columns
+            if self.calls[path].outputs
+        }
+        return Shapes(width, heads, head_dim, self._attends(), outputs)
+
+    def _attends(self) -> bool:
+        """Whether what becomes of the columns, until they are summed, goes through attention."""
+        ends = {*self.region.rows, *self.region.columns}
+        made = {n for path in self.region.columns for n in self.calls[path].outputs}
+        for op in self.trace.ops[self.element.first_op : self.element.last_op]:
+            around = {call.path for call in self.trace.ancestors(op.call)}
+            if made.isdisjoint(op.inputs) or not ends.isdisjoint(around):
+                continue
+            made.update(op.outputs)
+            name = op.name.removeprefix("aten.").split(".")[0]
+            if name in _SCORES or name.rstrip("_").endswith(_FUSED):
+                return True
+        return False
+
+    def _heads_before(self, number: int, width: int) -> tuple[int, int]:
+        """Into how many heads of which width a tensor's columns were put together from."""
+        for op in reversed(self.trace.ops):
+            name = op.name.removeprefix("aten.").split(".")[0]
+            if number not in op.outputs:
+                continue
+            if op.pointwise or not (name in VIEWS or name in KEEPING or name in _TURNS):
+                return 0, 0
+            number = op.inputs[0]
+            shape = self.trace.shapes[number]
+            if len(shape) >= 3 and shape[-1] != width and shape[-1] * shape[-2] == width:
+                return shape[-2], shape[-1]
+        return 0, 0
+
+    # --- what follows from it
+
+    def _bases(self) -> Iterator[dict[str, Decision]]:
+        """All but how packed weights lie; scales and tables in the likelier ways first."""
+        region = self.region
+        fixed = dict.fromkeys(region.rows, Decision(ROWWISE.name))
+        fixed |= dict.fromkeys(region.columns, Decision(COLWISE.name))
+        fixed |= dict.fromkeys(region.whole, WHOLE)
+        fixed |= dict.fromkeys(region.stacked, Decision(EXPERTS.name))
+        fixed |= dict.fromkeys(region.multihead, Decision(ATTENTION.name))
+        fixed |= dict.fromkeys(region.tables, Decision(COLWISE.name))
+        if region.whole and not region.stacked:
+            fixed |= self._gathering()
+        own, bare = self._scales(), self._bare()
+        other = {path: _other(decision) for path, decision in own.items()}
+        for scales in _distinct([own, other]):
+            yield {**fixed, **scales, **bare}
+            if bare:
+                yield {**fixed, **scales}
+
+    def _gathering(self) -> dict[str, Decision]:
+        """Where what replicated layers make of the stream enters with it."""
+        call = self.calls.get(self.around)
+        if call is None or call.index == self.element.index:
+            return {}
+        shape = self.trace.shapes.get(streamed(self.trace, self.element) or -1)
+        names = [
+            argument[0].name
+            for number, argument in call.arguments.items()
+            if number in self.trace.floating and self.trace.shapes[number] == shape
+        ]
+        return {self.around: Decision(ATTENTION.name, {"gather": names})} if names else {}
+
+    def _scales(self) -> dict[str, Decision]:
+        """As wide as a projection: cut as it is; otherwise the same for every head."""
+        found = {}
+        for path in self._lists_of_scales():
+            module = self.model.get_submodule(path)
+            widths = {p.numel() for p in module._parameters.values() if p is not None}
+            cut = isinstance(module, nn.ModuleList) or widths & set(self.shapes.outputs.values())
+            found[path] = Decision(COLWISE.name) if cut else WHOLE
+        return found
+
+    def _lists_of_scales(self) -> list[str]:
+        """The modules, a list in the place of its members where it has one for every head."""
+        found: dict[str, None] = {}
+        for path in self.region.scales:
+            outer, _, last = path.rpartition(".")
+            listed = outer and isinstance(self.model.get_submodule(outer), nn.ModuleList)
+            found[outer if listed and last.isdigit() else path] = None
+        return list(found)
+
+    def _bare(self) -> dict[str, Decision]:
+        """Parameters of code in the region: cut along heads or columns, if they have any."""
+        sizes = {self.shapes.heads, self.shapes.width, *self.shapes.outputs.values()} - {0, 1}
+        found = {}
+        for name in self.region.bare:
+            shape = tuple(self.model.get_parameter(name).shape)
+            at = next((i for i, size in enumerate(shape) if size in sizes), None)
+            if at is not None:
+                found[name] = Decision(COLWISE.name, {"dim": at} if at else {})
+            elif len(shape) > 1:
+                found[name] = WHOLE
+        return found
+
+    def _packings(self) -> Iterator[dict[str, Decision]]:
+        """How the projections that seem to be several in one may be packed."""
+        options = {p: [None, *self._layouts_of(p)] for p in self.region.columns}
+        open_ = {path: found for path, found in options.items() if len(found) > 1}
+        # what is wider than its region's result is hardly one projection, unless it lies by heads
+        likely = [path for path in open_ if self._divided(path) and not self._by_heads(path)]
+        open_ = {p: found[1:] + found[:1] if p in likely else found for p, found in open_.items()}
+        for chosen in itertools.product(*open_.values()):
+            yield {
+                path: Decision(COLWISE.name, {"packed": packed})
+                for path, packed in zip(open_, chosen, strict=True)
+                if packed is not None
+            }
+
+    def _divided(self, path: str) -> bool:
+        return self.shapes.width > 0 and self.shapes.outputs.get(path, 0) > self.shapes.width
+
+    def _by_heads(self, path: str) -> bool:
+        """Whether the first that code does to columns is to view them as heads or groups."""
+        seen = head_views(self.trace, {path}).get(path, [])
+        rest = self.shapes.outputs[path] - self.shapes.width
+        groups = rest // 2 // self.shapes.head_dim if self.shapes.head_dim else 0
+        return bool(seen) and seen[0][0] in (self.shapes.heads, groups) and seen[0][0] > 1
+
+    def _layouts_of(self, path: str) -> list[object]:
+        total, shapes = self.shapes.outputs.get(path, 0), self.shapes
+        if not shapes.width or total <= shapes.width // 4:
+            return []
+        if not shapes.attends:
+            return [list(_HALVES)] if total == 2 * shapes.width else []
+        if total <= shapes.width and len(self.region.columns) != 2:
+            return []
+        if len(self.region.columns) > 1:  # queries of their own, or keys and values of each
+            return [["k", "v"], {"parts": ["k", "v"], "repeat": self._kv(total)}]
+        rest = total - shapes.width
+        if rest <= 0 or rest % 2:
+            return []
+        names = ["q", "k", "v"]
+        seen = head_views(self.trace, {path}).get(path, [])
+        groups = rest // 2 // shapes.head_dim if shapes.head_dim else 0
+        repeated: list[object] = [{"parts": names, "repeat": groups or "heads"}]
+        plain: list[object] = [names]
+        first = [*repeated, *plain] if seen and len(seen[0]) > 2 else [*plain, *repeated]
+        blocks = [{"parts": ["q", "v", "k"], "repeat": n} for n in _BLOCKS]
+        return [*first, *blocks] if rest == 2 * shapes.width else first
+
+    def _kv(self, total: int) -> object:
+        return total // 2 // self.shapes.head_dim if self.shapes.head_dim else "heads"
+
+    def _stated(self, packed: Mapping[str, Decision]) -> Iterator[dict[str, Decision]]:
+        """Rules that say how many heads there are, which arguments have an entry for each, and
+        which attributes count them."""
+        shapes = self.shapes
+        if not shapes.attends or not shapes.heads or not self.around:
+            return
+        groups = shapes.heads
+        if packed and len(self.region.columns) == 1:
+            rest = shapes.outputs[self.region.columns[0]] - shapes.width
+            groups = rest // 2 // shapes.head_dim
+        elif len(self.region.columns) > 1:
+            groups = min(shapes.outputs.values()) // shapes.head_dim or shapes.heads
+        counts: dict[str, object] = {"heads": self._named(shapes.heads)}
+        if packed or groups != shapes.heads:
+            counts["kv_heads"] = self._named(groups)
+        inputs = self._of_heads(self.calls[self.around])
+        more: list[dict[str, object]] = [{"head_inputs": inputs}] if inputs else []
+        more.append({})
+        more += [{"attributes": some} for some in self._attributes(groups)]
+        for options in more:
+            yield {self.around: Decision(ATTENTION.name, {**counts, **options})}
+
+    def _attributes(self, groups: int) -> list[dict[str, str]]:
+        """Attributes that may count heads or their columns.
+
+        Those that may as well be the width of a head are tried one by one first.
+        """
+        heads, wide = self.shapes.heads, self.shapes.head_dim
+        values = {heads // groups: "heads // kv_heads"} if groups != heads else {}
+        values |= {groups * wide: "kv_heads * head_dim", groups: "kv_heads"}
+        values |= {heads * wide: "heads * head_dim", heads: "heads"}
+        read = named_in_code(self.model.get_submodule(self.around))
+        found = {name: values[n] for name, n in read.items() if n in values and n > 1}
+        own = {name: text for name, text in found.items() if "." not in name}
+        sure = {name: text for name, text in own.items() if read[name] != wide}
+        counts = {name: text for name, text in sure.items() if "//" not in text}
+        either = [name for name in own if name not in sure]
+        some = [{**known, name: own[name]} for known in (counts, sure) for name in either]
+        some += [counts, sure, own, found]
+        return [one for i, one in enumerate(some) if one and one not in some[:i]]
+
+    def _of_heads(self, call: Call) -> dict[str, int]:
+        """The arguments with a dimension as long as there are heads, or sequences times heads."""
+        heads, batch = self.shapes.heads, self.trace.shapes[next(iter(call.arguments))][0]
+        stream = self.trace.shapes.get(streamed(self.trace, self.element) or -1)
+        found = {}
+        for number, names in call.arguments.items():
+            shape = self.trace.shapes[number]
+            if number not in self.trace.floating or shape == stream or not shape:
+                continue
+            at = next((i for i, n in enumerate(shape[:-1]) if n in (heads, batch * heads)), None)
+            if at is not None:
+                found.update({name.name: at - len(shape) for name in names})
+        return found
+
+    def _named(self, number: int) -> object:
+        """A number, by the one attribute of the module around the region that has it."""
+        module = self.model.get_submodule(self.around)
+        names = [name for name, n in integers(vars(module)).items() if n == number]
+        return names[0] if len(names) == 1 else number
+
+
+def _other(decision: Decision) -> Decision:
+    return WHOLE if decision.style == COLWISE.name else Decision(COLWISE.name)
+
+
+def _distinct(found: list[dict[str, Decision]]) -> Iterator[dict[str, Decision]]:
+    seen: set[str] = set()
+    for one in found:
+        told = repr(sorted((p, d.style, repr(d.options)) for p, d in one.items()))
+        if told not in seen:
+            seen.add(told)
+            yield one

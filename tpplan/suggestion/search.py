@@ -1,0 +1,244 @@
+"""The search: variants are proposed, and the compiler's proof takes or refuses them.
+
+Each sharded region is tried by itself first, with all else whole; then all of them together, in
+plain tensor parallelism and with the stream sharded along the sequence. What is refused goes to
+its next variant: the one that the diagnostic's line is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from tpplan.language import Plan, PlanError
+from tpplan.models import RUNNABLE
+from tpplan.planner import compile_plan
+from tpplan.proof import prove
+from tpplan.styles import named
+from tpplan.suggestion.anatomy import Anatomy
+from tpplan.suggestion.draft import Decision, Slot
+from tpplan.suggestion.layouts import WHOLE
+from tpplan.suggestion.patterns import Names, patterns_of
+from tpplan.suggestion.text import plan_from, written
+
+_ROUNDS = 60
+Say = Callable[[str], None]
+
+
+@dataclass
+class Search:
+    """The state of one search; ``run`` leaves the slots at what was taken.
+
+    Attributes:
+        model: the one that variants are tried on, with few layers; tp: the ranks to share it.
+        keys: entries of the plan beside its rules.
+        without: why the stream cannot be sharded along the sequence; "" where it can.
+        tried: how many plans were compiled.
+    """
+
+    model: nn.Module
+    anatomy: Anatomy
+    tp: int
+    inputs: Any
+    say: Say
+    without: str = ""
+    tried: int = 0
+    keys: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = Names(self.model)
+        self.known = {*self.names.modules.values(), *self.names.tensors}
+        self.held = {name: p.numel() for name, p in self.model.named_parameters()}
+
+    def run(self) -> None:
+        """Settle all slots.
+
+        Raises:
+            PlanError: where even what is left cannot be proved.
+        """
+        # what is left whole is held whole where it is tried, for which a model can be too large
+        for slot in self.anatomy.slots if size_of(self.model) <= RUNNABLE else ():
+            if slot.region:
+                self._settle_alone(slot)
+        self._settle(False)
+        self._go_back(False)
+        before = [slot.at for slot in self.anatomy.slots]
+        for keys in self._stacks():
+            self.keys = keys
+            try:
+                self._settle(True)
+                self._go_back(True)
+            except PlanError as error:
+                self.without = self.without or first_line(error)
+                for slot, at in zip(self.anatomy.slots, before, strict=True):
+                    slot.at, slot.refused = at, slot.refused[:at]
+            else:
+                self.without = ""
+                return
+        self.keys = {}
+
+    def _stacks(self) -> Iterator[dict[str, object]]:
+        """Entries of the plan that name the stack, where it is not found without."""
+        yield {}
+        elements = dict.fromkeys(self.anatomy.elements, WHOLE)
+        patterns = patterns_of({p: d for p, d in elements.items() if p in self.known}, self.names)
+        if len(patterns) == 1:
+            yield {"layers": patterns[0][0]}
+
+    def decisions(self) -> dict[str, Decision]:
+        """Path -> its rule, for the whole model, in the order of its modules."""
+        found: dict[str, Decision] = {}
+        for slot in self.anatomy.slots:
+            found.update(slot.decisions())
+        return found
+
+    def holds(self, decisions: Mapping[str, Decision], sequence_parallel: bool) -> bool:
+        """Whether other decisions are proved as well."""
+        return self._refused(decisions, sequence_parallel) is None
+
+    def on(self, model: nn.Module) -> Search:
+        """The same on another model of the same slots."""
+        return self if model is self.model else replace(self, model=model)
+
+    def prove(self, decisions: Mapping[str, Decision], sequence_parallel: bool) -> None:
+        """Compile decisions and run them on simulated ranks.
+
+        Raises:
+            PlanError: where either refuses them.
+        """
+        kept = {path: d for path, d in decisions.items() if path in self.known}
+        text, self.where = written(kept, self.names, self.keys)
+        self.tried += 1
+        examine(self.model, plan_from(text), self.tp, sequence_parallel, self.inputs)
+
+    def with_little_whole(
+        self, share: float, most: int
+    ) -> Iterator[tuple[str, dict[str, Decision]]]:
+        """The decisions with something whole that has few of the parameters, and its name.
+
+        Args:
+            share: of all parameters, how many it has at most; most: how many such there are.
+        """
+        total = sum(self.held.values())
+        small = [
+            slot
+            for slot in self.anatomy.slots
+            if slot.region and not slot.left_whole and self._size(slot) < share * total
+        ]
+        for slot in small[:most]:
+            at, slot.at = slot.at, slot.sharded
+            try:
+                yield slot.name, self.decisions()
+            finally:
+                slot.at = at
+
+    def _size(self, slot: Slot) -> int:
+        """How many numbers its parameters have."""
+        paths = {path for held in slot.members.values() for path in held}
+        return sum(n for name, n in self.held.items() if {name, name.rpartition(".")[0]} & paths)
+
+    # --- one region
+
+    def _settle_alone(self, slot: Slot) -> None:
+        """The first variant of a region that is proved where all else is whole."""
+        self.say(f"trying {slot.name}")
+        paths = {path for held in slot.members.values() for path in held}
+        others: dict[str, Decision] = {}
+        for other in self.anatomy.slots:
+            if other is not slot and other.stacked:
+                others.update(other.decisions())  # experts that are whole hang on numbers
+            elif other is not slot:
+                # of what is around them, which may be around this one too, nothing is said
+                roles = [r for r, d in other.variants[0].items() if not named(d.style).heads]
+                held = {p for role in roles or other.variants[-1] for p in other.members[role]}
+                others.update(dict.fromkeys(held - paths, WHOLE))
+        while True:
+            error = self._refused({**others, **slot.decisions()}, False)
+            if error is None:
+                return
+            if not slot.advance(first_line(error)):
+                return
+
+    # --- all of them
+
+    def _settle(self, sequence_parallel: bool) -> None:
+        self.say("all of it, " + ("with" if sequence_parallel else "without") + " the sequence cut")
+        first: PlanError | None = None
+        for _ in range(_ROUNDS):
+            error = self._refused(self.decisions(), sequence_parallel)
+            if error is None:
+                return
+            first = first or error
+            if not self._repair(error, sequence_parallel):
+                break
+        assert first is not None
+        raise first
+
+    def _go_back(self, sequence_parallel: bool) -> None:
+        """Earlier variants of what went on without need; a region was tried by itself."""
+        for slot in self.anatomy.slots:
+            taken = slot.at
+            for at in range(0 if not slot.region else taken, taken):
+                slot.at = at
+                if self._refused(self.decisions(), sequence_parallel) is None:
+                    break
+                slot.at = taken
+
+    def _repair(self, error: PlanError, sequence_parallel: bool) -> bool:
+        """Another variant for what was complained of.
+
+        Args:
+            sequence_parallel: for which no region is left whole that is sharded without.
+        """
+        for diagnostic in error.diagnostics:
+            places = [diagnostic.position, *(place for _, place in diagnostic.related)]
+            for place in places:
+                paths = self.where.get(place.line, ()) if place is not None else ()
+                for slot in self._slots_of(paths):
+                    if sequence_parallel and slot.at + 1 == slot.sharded:
+                        continue
+                    if slot.advance(diagnostic.message):
+                        return True
+        outside = [s for s in self.anatomy.slots if not s.region and self._is_outside(s)]
+        return any(slot.advance(first_line(error)) for slot in reversed(outside))
+
+    def _is_outside(self, slot: Slot) -> bool:
+        inside = tuple(f"{path}." for path in self.anatomy.elements)
+        return not any(p.startswith(inside) for held in slot.members.values() for p in held)
+
+    def _slots_of(self, paths: Iterable[str]) -> list[Slot]:
+        wanted = set(paths)
+        return [s for s in self.anatomy.slots if not wanted.isdisjoint(s.decisions())]
+
+    def _refused(
+        self, decisions: Mapping[str, Decision], sequence_parallel: bool
+    ) -> PlanError | None:
+        """What is said of a plan; None of one that is proved."""
+        try:
+            self.prove(decisions, sequence_parallel)
+        except PlanError as error:
+            return error
+        return None
+
+
+def examine(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool, inputs: Any) -> None:
+    """Compile a plan and run it on simulated ranks.
+
+    Raises:
+        PlanError: where either refuses it.
+    """
+    compiled = compile_plan(model, plan, tp, sequence_parallel, inputs=inputs)
+    prove(model, compiled, inputs)
+
+
+def size_of(model: nn.Module) -> int:
+    """How many numbers the parameters of a model have."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def first_line(error: PlanError) -> str:
+    """The first thing that an error says."""
+    return error.diagnostics[0].message
