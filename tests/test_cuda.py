@@ -156,8 +156,8 @@ def test_summed_gradients() -> None:
         context = Context()
         # summed, trained, of modules that only some of the ranks run, and the mean over ranks of ep
         known = (True, True, False), (True,) * 3, (False, True, True), (1, 2, 1)
-        locals_ = gradients._Localize.forward(context, known, Group.of(mesh), SITE, *ones)
-        grads = gradients._Localize.backward(context, locals_[0], None, locals_[2])[3:]
+        locals_ = gradients._Localize.forward(context, known, Group.of(mesh), SITE, None, *ones)
+        grads = gradients._Localize.backward(context, locals_[0], None, locals_[2])[4:]
         assert devices(locals_, [g.to_local() for g in grads]) == {HERE}
 
 

@@ -53,8 +53,8 @@ def parallelize(
 
     Args:
         model: real, or on the meta device (then ``to_empty`` and load).
-        plan: a ``Plan``, a path, a shipped plan's name, "auto", or a mapping. "auto" is
-            the shipped plan of the model's class, else a suggested one, with a warning.
+        plan: a ``Plan``, a path, a shipped plan's name, a mapping, or "auto": the shipped plan of
+            the model's class, else a suggested one, with a warning.
         mesh: its dimensions "tp" and "ep" (docs/guide.md), or the only one, for tp. None: the whole
             world under torchrun; tp 1 in a single process.
         sequence_parallel, kernels: override the plan's.
@@ -68,13 +68,11 @@ def parallelize(
 
     Raises:
         PlanError: with every problem of the plan, the model and their fit.
-        ValueError: where the model was parallelized before, or the mesh has no such dimension, or
-            tp before ep; on all ranks, where one fails or they were not called alike.
+        ValueError: where the model was parallelized before, or the mesh's dimensions are others; on
+            all ranks, where one fails or they were not called alike.
     """
     if plan_of(model) is not None:
-        raise ValueError(
-            "this model was parallelized before; build a fresh one to shard it another way"
-        )
+        raise ValueError("this model was parallelized before; build a fresh one to shard it anew")
     own, tp_mesh, ep = own_mesh(mesh)
     tp = 1 if tp_mesh is None else tp_mesh.size()
 
@@ -82,8 +80,7 @@ def parallelize(
         loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute)
         return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs, ep)
 
-    words = {"prove": prove, "src_data_rank": src_data_rank}
-    compiled = agreed(model, own, compile_here, words)
+    compiled = agreed(model, own, compile_here, {"prove": prove, "src_data_rank": src_data_rank})
     if own is not None and tp * ep > 1:
         _warn(compiled, own)
         if prove:
@@ -122,25 +119,22 @@ def dry_run(
 ) -> Report:
     """What ``plan`` does to ``model`` on ``tp`` ranks: placements, collectives, memory, time.
 
-    It executes one training step of the rewritten model abstractly, in this process, whatever its
-    size; the model (on meta or real) is not changed, and no ranks are needed.
+    It executes one training step of the rewritten model abstractly, whatever its size; the model
+    (on meta or real) is not changed, and no ranks are needed.
 
     Args:
         batch, seq: the shape of the token ids it is run with; of each rank of ep.
         ep: how many times ``tp`` ranks there are, with tokens of their own, that share experts.
         inputs: a call the model accepts, where token ids are not one.
-        loss: whether the token ids are given as ``labels`` too, for the model's own loss; else
-            the backward pass starts from the logits.
+        loss: whether the token ids are given as ``labels`` too; else backward starts at the logits.
         optimizer: a name (adamw, adam, adagrad, rmsprop, sgd, sgd-momentum), a function from a
             list of parameters to a ``torch.optim.Optimizer``, or None for no step.
         max_norm: to which gradients are clipped before the step; None where they are not.
         master_weights: whether 16-bit parameters have float32 copies for the optimizer.
-        checkpointing: whether layers are recomputed in backward. The report has both memories.
+        checkpointing: whether layers are recomputed. The report has both memories.
         fold: whether of equal layers only a few are executed; their repetition is checked.
-        hardware: what it is timed on: a shipped profile's name, a YAML file, or a ``Hardware``;
-            None for h100-nvlink.
-        compare: whether other tps, and plain TP beside TP+SP, are run as well, for the bars and
-            curves of ``to_html()``.
+        hardware: a shipped profile's name (None: h100-nvlink), a YAML file, or a ``Hardware``.
+        compare: whether other tps and modes are run as well, for the curves of ``to_html()``.
         save, recompute: as of ``parallelize``.
 
     Raises:

@@ -33,6 +33,7 @@ EXEMPT: Mapping[str, tuple[str, ...]] = {
         "sum of the exponentials",
         "logit of the target",
         "input of the table, as a head",
+        "input of the table, again",
         "gradient of the logits",
     ),
     "a part of any message: the model or one of its tensors by name": (

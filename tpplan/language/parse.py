@@ -183,7 +183,7 @@ class _PlanReader(Values):
         for word in wrong:
             known = f"there is {' and '.join(RECOMPUTE_CHOICES)}"
             hint = did_you_mean(word, RECOMPUTE_CHOICES, known)
-            self.report(f"{what}: there is no {quoted(word)}", node.position, hint)
+            self.report(f"recompute: there is no {quoted(word)}", node.position, hint)
         return None if wrong else words
 
     # --- extends

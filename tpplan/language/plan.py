@@ -93,10 +93,13 @@ class Plan:
             PlanError: where there is no such word.
         """
         words = () if recompute is None else tuple(recompute)
-        asked = [("save", save, SAVE_CHOICES)] if save is not None else []
-        for key, word, known in (*asked, *(("recompute", w, RECOMPUTE_CHOICES) for w in words)):
-            if word not in known:
-                hint = did_you_mean(str(word), known, f"there is {' and '.join(known)}")
-                raise PlanError([Diagnostic(f"{key}: there is no '{word}'", hint=hint)])
+        if save is not None and save not in SAVE_CHOICES:
+            hint = did_you_mean(save, SAVE_CHOICES, f"there is {' and '.join(SAVE_CHOICES)}")
+            raise PlanError([Diagnostic(f"save: there is no '{save}'", hint=hint)])
+        for word in words:
+            if word not in RECOMPUTE_CHOICES:
+                known = f"there is {' and '.join(RECOMPUTE_CHOICES)}"
+                hint = did_you_mean(word, RECOMPUTE_CHOICES, known)
+                raise PlanError([Diagnostic(f"recompute: there is no '{word}'", hint=hint)])
         save = self.save if save is None else save
         return replace(self, save=save, recompute=self.recompute if recompute is None else words)
