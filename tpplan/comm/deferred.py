@@ -11,6 +11,7 @@ after every product that took its tensors, so that no gradient is ever left behi
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -20,8 +21,7 @@ from tpplan import compat
 
 # on a local tensor: the account of what made it, and its number there
 ACCOUNT = "_tpplan_account"
-# backward passes of which notes are kept: reentrant checkpointing has one inside another, and
-# one that an exception ended leaves its own behind
+# backward passes of which it is known what waits: one that failed leaves its own behind
 _PASSES = 8
 
 
@@ -75,23 +75,28 @@ class Deferred:
 
 
 class Account:
-    """The deferred gradients of the tensors that one autograd function made."""
+    """The deferred gradients of the tensors that one autograd function made, by backward pass.
+
+    Reentrant checkpointing has one pass inside another.
+    """
 
     __slots__ = ("_due",)
 
     def __init__(self) -> None:
-        self._due: list[Deferred] = []
+        self._due: dict[int, list[Deferred]] = {}
 
     def add(self, one: Deferred) -> None:
-        """Take it up; what a backward pass that failed has left is forgotten."""
-        if self._due and self._due[0].task != one.task:
-            self._due = []
-        self._due.append(one)
+        """Take it up."""
+        self._due.setdefault(one.task, []).append(one)
+
+    def clear(self) -> None:
+        """Let go of what passes that failed have left; for when none runs."""
+        self._due.clear()
 
     def settle(self, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """``grads``, of all the tensors, with what was deferred in this backward pass."""
-        due, self._due = self._due, []
-        if not due or due[0].task != compat.backward_pass():
+        due = self._due.pop(compat.backward_pass(), ())
+        if not due:
             return grads
         complete = list(grads)
         for one in due:
@@ -100,8 +105,14 @@ class Account:
         return complete
 
 
-# by backward pass; the accounts hold on to them
-_waiting: dict[int, list[weakref.ref[Deferred]]] = {}
+class _Waiting(threading.local):
+    """What waits for a collective, by backward pass; the accounts hold on to it."""
+
+    def __init__(self) -> None:
+        self.passes: dict[int, list[weakref.ref[Deferred]]] = {}
+
+
+_waiting = _Waiting()
 
 
 def work() -> None:
@@ -113,7 +124,7 @@ def work() -> None:
     """
     if torch.compiler.is_compiling():
         return  # where nothing is deferred: its graph is scheduled as a whole
-    waiting = _waiting.get(compat.backward_pass())
+    waiting = _waiting.passes.get(compat.backward_pass())
     if not waiting:
         return
     due = [one for one in (found() for found in waiting) if one is not None]
@@ -128,14 +139,14 @@ def work() -> None:
 
 def defer(account: Account, index: int, of: Of) -> None:
     """Leave the gradient of the weight of that ``index`` to the next collective."""
-    task = compat.backward_pass()
+    task, passes = compat.backward_pass(), _waiting.passes
     one = Deferred(task, id(account), index, of)
     account.add(one)
-    if task not in _waiting:
-        while len(_waiting) >= _PASSES:
-            del _waiting[next(iter(_waiting))]
-        _waiting[task] = []
-    _waiting[task].append(weakref.ref(one))
+    if task not in passes:
+        while len(passes) >= _PASSES:  # of which nothing but the overlap is lost
+            del passes[next(iter(passes))]
+        passes[task] = []
+    passes[task].append(weakref.ref(one))
 
 
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor, transposed: bool) -> torch.Tensor:
