@@ -162,7 +162,7 @@ def _dry_run(args: argparse.Namespace) -> int:
         from tpplan.render.text import layout
 
         model = build(args.model)
-        progress.say(f"executing a step at tp {args.tp}")
+        progress.say(f"executing a step of it at tp {args.tp}")
         report = dry_run(
             model,
             args.plan,
@@ -277,7 +277,7 @@ def _verify(args: argparse.Namespace) -> int:
         from tpplan.proof import describe
 
         model, note = made_runnable(build(args.model))
-        progress.say(f"comparing {args.tp * args.ep} ranks with the whole model")
+        progress.say(f"comparing {args.tp * args.ep} ranks with the whole model, every gradient")
         result = verify(
             model,
             args.plan,

@@ -118,9 +118,9 @@ _waiting = _Waiting()
 def work() -> None:
     """Compute of what is deferred in the backward pass that runs what came first.
 
-    That is half of what the newest account has, the rest being for the next collective: an element
-    of a model has two to four of them, and most of its weights are in one place. And all of other
-    accounts, so that each element leaves the next one what the last one left it.
+    That is a third of what the newest account has, the rest being for the next collectives: an
+    element of a model has two to four of them, and most of its weights are in one place. And all of
+    other accounts, so that each element leaves the next one what the last one left it.
     """
     if torch.compiler.is_compiling():
         return  # where nothing is deferred: its graph is scheduled as a whole
@@ -128,10 +128,10 @@ def work() -> None:
     if not waiting:
         return
     due = [one for one in (found() for found in waiting) if one is not None]
-    half = sum(one.work for one in due if one.owner == due[-1].owner) / 2
-    done = 0
-    while done < len(due) and (due[done].owner != due[-1].owner or half > 0):
-        half -= due[done].work if due[done].owner == due[-1].owner else 0
+    newest = due[-1].owner if due else 0
+    left, done = sum(one.work for one in due if one.owner == newest) / 3, 0
+    while done < len(due) and (due[done].owner != newest or left > 0):
+        left -= due[done].work if due[done].owner == newest else 0
         due[done].compute()
         done += 1
     waiting[:] = [weakref.ref(one) for one in due[done:]]
