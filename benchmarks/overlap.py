@@ -9,6 +9,7 @@ take turns; gradients of the ways that keep all are compared bit for bit before 
 # mypy: disable-error-code="no-untyped-call, call-arg, arg-type, attr-defined"
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import sys
 import time
@@ -154,10 +155,6 @@ def ways(mesh: DeviceMesh, link: SlowLink, sp: bool) -> dict[str, Way]:
 
 def over(module: nn.Module, link: SlowLink) -> None:
     """Have the model's collectives go over ``link``."""
-    import dataclasses
-
-    from tpplan.comm import Group
-
     slow = None
     for part in module.modules():
         state = vars(part).get("_tpplan")
@@ -165,7 +162,6 @@ def over(module: nn.Module, link: SlowLink) -> None:
             continue
         if slow is None:
             slow = dataclasses.replace(state.stream.group, name=SLOW)
-            assert isinstance(slow, Group)
             state.stream.group = slow
         state.transition = dataclasses.replace(state.transition, group=slow)
         for entry in state.entries:

@@ -33,18 +33,28 @@ def worth(least: int) -> Iterator[None]:
         products.WORTH = before
 
 
-def step(model: Any, batch: int, length: int, **options: Any) -> dict[str, torch.Tensor]:
-    """Every gradient of this rank."""
-    model.zero_grad()
+def objective(model: Any, batch: int, length: int) -> torch.Tensor:
+    """A number that hangs on every logit, each in a way of its own."""
     ids = torch.randint(3, zoo.VOCAB, (batch, length), generator=torch.Generator().manual_seed(7))
     logits = model(input_ids=ids, use_cache=False).logits
-    weights = torch.linspace(-1, 1, logits.numel()).view(logits.shape)
-    (logits * weights).sum().backward(**options)
+    found: torch.Tensor = (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum()
+    return found
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those of this rank, by name."""
     return {
-        name: compat.local_of(p.grad).clone()
+        name: compat.local_of(p.grad).clone()  # type: ignore[arg-type]
         for name, p in model.named_parameters()
         if p.grad is not None
     }
+
+
+def step(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Every gradient of this rank."""
+    model.zero_grad()
+    objective(model, batch, length).backward()
+    return gradients(model)
 
 
 def differing(due: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> list[str]:
@@ -157,10 +167,7 @@ def events_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
         found.add("after an exception", float(bool(differing(due, step(model, 2, 8)))))
 
         model.zero_grad()
-        ids = torch.randint(3, zoo.VOCAB, (2, 8), generator=torch.Generator().manual_seed(7))
-        logits = model(input_ids=ids, use_cache=False).logits
-        weights = torch.linspace(-1, 1, logits.numel()).view(logits.shape)
-        loss = (logits * weights).sum()
+        loss = objective(model, 2, 8)
         some = [
             model.model.layers[1].mlp.up_proj.weight,
             model.model.layers[0].mlp.down_proj.weight,
@@ -171,12 +178,10 @@ def events_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
             name = next(n for n, p in model.named_parameters() if p is parameter)
             found.add(f"of {name} alone", float(not torch.equal(compat.local_of(grad), due[name])))
         loss.backward()
-        got = {n: compat.local_of(p.grad).clone() for n, p in model.named_parameters()}
+        got = gradients(model)
         found.add("of a graph that was retained", float(bool(differing(due, got))))
 
-        first = torch.autograd.grad(
-            (model(input_ids=ids, use_cache=False).logits * weights).sum(), some, create_graph=True
-        )
+        first = torch.autograd.grad(objective(model, 2, 8), some, create_graph=True)
         for one, parameter in zip(first, some, strict=True):
             name = next(n for n, p in model.named_parameters() if p is parameter)
             near = torch.allclose(compat.local_of(one), due[name], rtol=1e-4, atol=1e-5)
