@@ -33,7 +33,7 @@ PERMITTED: Mapping[str, str] = {
     "planner": "compat layout language kernels places compiled roles styles observe",
     "rewrite": "compat language kernels compiled comm roles styles observe planner",
     "simulate": "compat language kernels compiled comm roles observe planner rewrite",
-    "cost": "layout language compiled observe planner simulate",
+    "cost": "layout language comm compiled observe planner simulate",
     "checkpoint": "compat comm progress",
     "shipped": "language",
     "progress": "",

@@ -16,6 +16,7 @@ from tpplan.compat import fake_world
 from tpplan.compiled import CompiledPlan
 from tpplan.kernels.launch import interpreted
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
+from tpplan.language.styles import CHUNKED, SYMMETRIC, WAITING
 from tpplan.planner import compile_plan
 from tpplan.planner.adapters import adapted_model
 from tpplan.planner.kernels import implementations
@@ -29,6 +30,7 @@ from tpplan.shipped import PlanSource, load_plan
 from tpplan.trainers import introduce, introduce_experts
 
 if TYPE_CHECKING:
+    from tpplan.comm.pace import Pace
     from tpplan.cost.hardware import HardwareSource
     from tpplan.render import Advice, Report
     from tpplan.simulate.optimizers import OptimizerSource
@@ -46,6 +48,7 @@ def parallelize(
     prove: bool = True,
     save: str | None = None,
     recompute: Iterable[str] | None = None,
+    overlap: str | None = None,
 ) -> nn.Module:
     """Shard ``model`` in place as ``plan`` says, and return it.
 
@@ -57,14 +60,13 @@ def parallelize(
             the model's class, else a suggested one, with a warning.
         mesh: its dimensions "tp" and "ep" (docs/guide.md), or the only one, for tp. None: the whole
             world under torchrun; tp 1 in a single process.
-        sequence_parallel, kernels: override the plan's.
+        sequence_parallel, kernels, save, recompute, overlap: override the plan's keys.
         inputs: a call the model accepts (a mapping of keyword arguments, a tuple, or a tensor),
             where token ids of shape (batch, sequence) are not one; or a list of calls. Linears and
             Embeddings that none comes to are sharded too, with a warning, and cannot be run.
         src_data_rank: the rank of the tp group whose values count; None trusts each rank's own.
         prove: whether the rewritten model is run beside the unsharded one first, on simulated
             ranks and numbers of its own; see docs/proved.md.
-        save, recompute: override the plan's, see docs/plan-language.md.
 
     Raises:
         PlanError: with every problem of the plan, the model and their fit.
@@ -77,16 +79,17 @@ def parallelize(
     tp = 1 if tp_mesh is None else tp_mesh.size()
 
     def compile_here() -> CompiledPlan:
-        loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute)
+        loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute, overlap)
         return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs, ep)
 
     compiled = agreed(model, own, compile_here, {"prove": prove, "src_data_rank": src_data_rank})
+    pace = _pace(compiled, own)
     if own is not None and tp * ep > 1:
         _warn(compiled, own)
         if prove:
             proof.prove_once(model, compiled, own, inputs)
         rehearse(model, compiled, own, inputs)
-    apply(model, compiled, own, src_data_rank)
+    apply(model, compiled, own, src_data_rank, pace=pace)
     adapters.introduce()
     if tp_mesh is not None and tp > 1:
         introduce(model, tp_mesh)
@@ -116,6 +119,7 @@ def dry_run(
     compare: bool = False,
     save: str | None = None,
     recompute: Iterable[str] | None = None,
+    overlap: str | None = None,
 ) -> Report:
     """What ``plan`` does to ``model`` on ``tp`` ranks: placements, collectives, memory, time.
 
@@ -135,7 +139,7 @@ def dry_run(
         fold: whether of equal layers only a few are executed; their repetition is checked.
         hardware: a shipped profile's name (None: h100-nvlink), a YAML file, or a ``Hardware``.
         compare: whether other tps and modes are run as well, for the curves of ``to_html()``.
-        save, recompute: as of ``parallelize``.
+        save, recompute, overlap: as of ``parallelize``.
 
     Raises:
         PlanError: as ``parallelize`` does, and where there is no such hardware.
@@ -150,7 +154,7 @@ def dry_run(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, batch, seq)
-    loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute)
+    loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute, overlap)
     setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs, ep)
     timed_on = cost.load_hardware(hardware or cost.DEFAULT)
     found = cost.dry_run(model, setting, batch, seq, training, fold, timed_on)
@@ -175,6 +179,7 @@ def advise(
     hardware: HardwareSource | None = None,
     save: str | None = None,
     recompute: Iterable[str] | None = None,
+    overlap: str | None = None,
     told: Callable[[str], None] = lambda _: None,
 ) -> Advice:
     """How to share out ``gpus`` GPUs for training ``model``: what fits, what is fastest, and why.
@@ -203,7 +208,7 @@ def advise(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, micro_batch, seq)
-    loaded = _plan_for(model, plan, 2, inputs).keeping(save, recompute)
+    loaded = _plan_for(model, plan, 2, inputs).keeping(save, recompute, overlap)
     setting = cost.Setting(loaded, 1, None, kernels, inputs)
     task = cost.Task(gpus or timed_on.node, batch, seq, micro_batch)
     return Advice.of(cost.advise(model, setting, task, training, timed_on, told))
@@ -234,6 +239,20 @@ def check(
         with fake_world(tp, ep=ep) as mesh:
             rehearse(model, compiled, mesh, inputs)
     return compiled
+
+
+def _pace(compiled: CompiledPlan, mesh: DeviceMesh | None) -> Pace | None:
+    """By what products are cut into pieces on the GPUs at hand; raises where they cannot be."""
+    overlap = compiled.plan.overlap
+    if mesh is None or compiled.tp == 1 or overlap == WAITING:
+        return None
+    if overlap == SYMMETRIC and mesh.device_type != "cuda":
+        message = f"overlap: '{SYMMETRIC}' needs GPUs that reach each other's memory"
+        hint = f"these ranks are on {mesh.device_type}; take '{CHUNKED}'"
+        raise PlanError([Diagnostic(message, hint=hint)])
+    from tpplan.cost.pace import hardware_here, pace_of
+
+    return pace_of(hardware_here(mesh.device_type), compiled.tp)
 
 
 def _warn(compiled: CompiledPlan, mesh: DeviceMesh | None) -> None:
@@ -313,6 +332,7 @@ def verify(
     seed: int = 0,
     save: str | None = None,
     recompute: Iterable[str] | None = None,
+    overlap: str | None = None,
 ) -> Verification:
     """Prove ``plan`` numerically: ``tp`` ranks against the unsharded model, every gradient.
 
@@ -332,7 +352,7 @@ def verify(
         tolerance: of max|difference| / max|reference| of the outputs, and of the gradients'
             max|difference| / max(max|g|, 1e-3 of the largest |g| in the model).
         seed: of the inputs, the objective's weights and what is stirred.
-        save, recompute: as of ``parallelize``.
+        save, recompute, overlap: as of ``parallelize``.
 
     Raises:
         PlanError: as ``parallelize`` does; and where Triton's kernels are asked for, and not its
@@ -340,7 +360,7 @@ def verify(
         VerificationError: naming the first module whose output or gradient differs.
     """
     model = make_model if isinstance(make_model, nn.Module) else make_model()
-    loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute)
+    loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute, overlap)
     wanted = implementations(loaded.kernels, kernels)
     if "triton" in wanted.values() and not interpreted():
         message = "kernels: verify runs on the CPU, and Triton's run there in its interpreter only"

@@ -226,6 +226,7 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
         "kernels": args.kernels,
         "save": args.save,
         "recompute": args.recompute,
+        "overlap": args.overlap,
         **({"hardware": args.hardware} if args.hardware else {}),
     }
 
@@ -287,6 +288,7 @@ def _verify(args: argparse.Namespace) -> int:
             kernels=args.kernels,
             save=args.save,
             recompute=args.recompute,
+            overlap=args.overlap,
             inputs=inputs_of(args.input),
             processes=args.processes,
         )

@@ -7,7 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tpplan.language.styles import KERNEL_CHOICES, RECOMPUTE_CHOICES, SAVE_CHOICES
+from tpplan.language.styles import (
+    KERNEL_CHOICES,
+    OVERLAP_CHOICES,
+    RECOMPUTE_CHOICES,
+    SAVE_CHOICES,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +108,7 @@ def overriding(sub: argparse.ArgumentParser) -> None:
     words: Any = {"choices": RECOMPUTE_CHOICES, "nargs": "+", "metavar": "KIND"}
     sub.add_argument("--kernels", choices=KERNEL_CHOICES, help=kinds)
     sub.add_argument("--save", choices=SAVE_CHOICES, help="of gathered inputs, for backward")
+    sub.add_argument("--overlap", choices=OVERLAP_CHOICES, help="of products and collectives")
     sub.add_argument("--recompute", help="in backward: norms, activations", **words)
 
 

@@ -7,6 +7,7 @@ Python wrappers cost two to three times as much.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,14 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpplan.compat import always, below_autograd, dispatch_is_observed, dispatch_modes
+from tpplan.compat import (
+    always,
+    below_autograd,
+    dispatch_is_observed,
+    dispatch_modes,
+    fused_all_gather_matmul,
+    fused_matmul_reduce_scatter,
+)
 from tpplan.kernels.transition import is_view, pack, unpack
 
 _ops = torch.ops._c10d_functional
@@ -49,7 +57,8 @@ class Site:
     """Where a collective comes from: the module it serves, why, and the rule that caused it.
 
     ``phase`` is set where it is not the phase the collective happens to be issued in; ``routed``
-    where it hangs on numbers how much is sent to whom.
+    where it hangs on numbers how much is sent to whom; ``fused`` where an op sends beside the
+    products that it makes.
     """
 
     module: str
@@ -57,6 +66,7 @@ class Site:
     rule: str | None = None
     phase: str | None = None
     routed: bool = False
+    fused: bool = False
 
 
 class Observer(TorchDispatchMode):
@@ -110,12 +120,17 @@ def _started(site: Site, op: Any, *args: Any) -> torch.Tensor:
     """What the collective ``op`` writes, issued from ``site``."""
     if torch.compiler.is_compiling():
         return op(*args)  # type: ignore[no-any-return]
+    _tell(site)
+    with below_autograd():
+        return op(*args)  # type: ignore[no-any-return]
+
+
+def _tell(site: Site) -> None:
+    """Where the next collective comes from, to who observes."""
     if dispatch_is_observed():
         for mode in dispatch_modes():
             if isinstance(mode, Observer):
                 mode.at(site)
-    with below_autograd():
-        return op(*args)  # type: ignore[no-any-return]
 
 
 def chunk(length: int, size: int) -> int:
@@ -163,6 +178,24 @@ def all_reduce(x: torch.Tensor, group: Group, site: Site, op: str = "sum") -> to
     return start_all_reduce(x, group, site, op).wait()
 
 
+def start_all_reduce_(x: torch.Tensor, group: Group, site: Site) -> Handle:
+    """Begin to sum over the ranks into ``x`` itself, contiguous and nobody else's."""
+    return Handle(_started(site, _ops.all_reduce_, x, "sum", group.name), site)
+
+
+def start_stacked(x: torch.Tensor, group: Group, site: Site) -> Handle:
+    """Begin to gather (ranks, *shape) of what each rank has, of the shape of ``x``."""
+    whole = _started(site, _ops.all_gather_into_tensor, x.contiguous(), group.size, group.name)
+    return Handle(whole, site, lambda sent: sent.view(group.size, *x.shape))
+
+
+def start_reduce_scatter_stacked(x: torch.Tensor, group: Group, site: Site) -> Handle:
+    """Begin to sum (ranks, ...) over the ranks, each of which gets its part of the first."""
+    flat = x.flatten(0, 1).contiguous()
+    part = _started(site, _ops.reduce_scatter_tensor, flat, "sum", group.size, group.name)
+    return Handle(part, site, lambda sent: sent.view(x.shape[1:]))
+
+
 def start_all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site) -> Handle:
     """Begin ``all_gather``."""
     op = _ops.all_gather_into_tensor
@@ -186,6 +219,23 @@ def _unpacked(
         chunks = chunks.view(group.size, *shape).movedim(0, dim)
     whole = chunks.reshape([*shape[:dim], rows, *shape[dim + 1 :]])
     return whole if always(rows == length) else first_rows(whole, dim, length)
+
+
+def all_gather_products(
+    x: torch.Tensor, matrices: list[torch.Tensor], dim: int, group: Group, site: Site
+) -> list[torch.Tensor]:
+    """The whole of every rank's ``x`` along ``dim``, and its products, by torch's fused op."""
+    _tell(dataclasses.replace(site, fused=True))
+    whole, made = fused_all_gather_matmul(x, matrices, dim, group.name)
+    return [whole, *(y.contiguous() for y in made)]
+
+
+def product_reduce_scatter(
+    x: torch.Tensor, matrix: torch.Tensor, dim: int, group: Group, site: Site
+) -> torch.Tensor:
+    """This rank's rows along ``dim`` of the product, summed over the ranks, by torch's op."""
+    _tell(dataclasses.replace(site, fused=True))
+    return fused_matmul_reduce_scatter(x, matrix, dim, group.name).contiguous()
 
 
 def all_to_all(

@@ -161,16 +161,7 @@ class _GatherIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        transition, dtype = ctx.transition, ctx.dtype
-        if differentiates_backward():
-            grad = grad if dtype is None else grad.to(dtype)
-            part = scatter_out(grad, ctx.dim, transition.transposed())
-        else:
-            group, site = transition.group, transition.backward
-            handle = start_reduce_scatter(grad, ctx.dim, group, site, dtype=dtype)
-            deferred.work()
-            part = handle.wait()
-        return part, None, None, None, None
+        return scattered(grad, ctx.dim, ctx.transition, ctx.dtype), None, None, None, None
 
 
 class _ScatterOut(torch.autograd.Function):
@@ -184,20 +175,35 @@ class _ScatterOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        transition = ctx.transition
         whole = shift = None
         if ctx.needs_input_grad[3]:
             shift = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
         if not ctx.needs_input_grad[0]:
             pass  # a layer of which only the bias is trained
-        elif differentiates_backward():
-            whole = gather_in(grad, ctx.dim, ctx.length, transition.transposed())
         else:
-            group, site = transition.group, transition.backward
-            handle = start_all_gather(grad, ctx.dim, ctx.length, group, site)
-            deferred.work()
-            whole = handle.wait()
+            whole = gathered(grad, ctx.dim, ctx.length, ctx.transition)
         return whole, None, None, shift
+
+
+def scattered(
+    grad: torch.Tensor, dim: int, transition: Transition, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The gradient of chunks that were gathered, of ``dtype``, beside what is deferred."""
+    if differentiates_backward():
+        grad = grad if dtype is None else grad.to(dtype)
+        return scatter_out(grad, dim, transition.transposed())
+    handle = start_reduce_scatter(grad, dim, transition.group, transition.backward, dtype=dtype)
+    deferred.work()
+    return handle.wait()
+
+
+def gathered(grad: torch.Tensor, dim: int, length: int, transition: Transition) -> torch.Tensor:
+    """The gradient of a whole tensor that was scattered, beside what is deferred."""
+    if differentiates_backward():
+        return gather_in(grad, dim, length, transition.transposed())
+    handle = start_all_gather(grad, dim, length, transition.group, transition.backward)
+    deferred.work()
+    return handle.wait()
 
 
 class _Split(torch.autograd.Function):

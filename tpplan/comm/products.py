@@ -18,8 +18,10 @@ from tpplan.comm.stream import version_of
 # from how many multiplications on a weight's gradient is deferred: the host needs about 15
 # microseconds more for it, in which a core computes some millions of them
 WORTH = 1 << 24
-# on a gathered tensor: what it was gathered from; on any: what it was computed of
+# on a gathered tensor: what it was gathered from, and what was multiplied while it came; on any:
+# what it was computed of
 _ROWS = "_tpplan_rows"
+READY = "_tpplan_ready"
 _MADE = "_tpplan_made"
 
 
@@ -90,6 +92,50 @@ def keep_rows(whole: torch.Tensor, rows: torch.Tensor, again: Again) -> None:
     setattr(whole, _ROWS, _Rows(rows, again, (version_of(rows), version_of(whole))))
 
 
+class Ready(NamedTuple):
+    """A product that was made before it is asked for.
+
+    ``when``: the versions of the input and the weight, and all that the product would hang on.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    transposed: bool
+    made: torch.Tensor
+    when: tuple[object, ...]
+
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        transposed: bool,
+        made: torch.Tensor,
+    ) -> Ready:
+        """The product of ``x``, which was ``made`` now."""
+        return cls(weight, bias, transposed, made, cls.now(x, weight))
+
+    @staticmethod
+    def now(x: torch.Tensor, weight: torch.Tensor) -> tuple[object, ...]:
+        """What ``when`` is at present.
+
+        Code that is checkpointed by itself has hooks of its own on what is saved, and must do the
+        same when it is recomputed, when nothing is ready.
+        """
+        autocast = torch.is_autocast_enabled(x.device.type)
+        modes = torch.is_grad_enabled(), autocast, compat.saved_tensors_hooks()
+        return version_of(x), version_of(weight), *modes
+
+    def serves(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+    ) -> bool:
+        """Whether this is what is asked for, but for a bias that is still to be added."""
+        if self.weight is not weight or self.transposed is not transposed:
+            return False
+        return (self.bias is bias or self.bias is None) and self.when == self.now(x, weight)
+
+
 class _Made(NamedTuple):
     recipe: Recipe
     of: tuple[torch.Tensor | None, ...]
@@ -124,18 +170,25 @@ def product(
 
     The gradient of the weight is deferred where it has an account and takes long enough.
     """
+    ready: list[Ready] | None = getattr(x, READY, None)
+    if ready:
+        asked = x, weight, bias, transposed
+        found = next((i for i, r in enumerate(ready) if r.serves(*asked)), None)
+        if found is not None:
+            one = ready.pop(found)
+            return one.made if bias is None or one.bias is bias else one.made + bias
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         account = getattr(weight, ACCOUNT, None)
         if account is not None and x.dim() > 1:
-            given, rows, made = _kept(x)
+            kept, rows, made = _kept(x)
             large = x.numel() * weight.size(-1 if transposed else 0) >= WORTH
             if large or rows is not None or made is not None:
                 device = x.device.type
                 if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
                     x = x.to(torch.get_autocast_dtype(device))
-                    given = x if rows is None and made is None else given
+                    kept = x if rows is None and made is None else kept
                 again = None if rows is None else rows.again
-                recipe, of = (None, (given,)) if made is None else (made.recipe, made.of)
+                recipe, of = (None, (kept,)) if made is None else (made.recipe, made.of)
                 return _Product.apply(x, weight, bias, transposed, account, again, recipe, of)  # type: ignore[no-any-return, no-untyped-call]
     return F.linear(x, weight.t() if transposed else weight, bias)
 
@@ -145,11 +198,19 @@ def _kept(x: torch.Tensor) -> tuple[torch.Tensor, _Rows | None, _Made | None]:
     rows: _Rows | None = getattr(x, _ROWS, None)
     if rows is not None and rows.versions != (version_of(rows.rows), version_of(x)):
         rows = None
-    given = x if rows is None else rows.rows
-    made: _Made | None = getattr(given, _MADE, None)
-    if made is not None and made.version != version_of(given):
-        made = None
-    return given, rows, made
+    kept = x if rows is None else rows.rows
+    return kept, rows, _origin(kept)
+
+
+def _origin(x: torch.Tensor) -> _Made | None:
+    made: _Made | None = getattr(x, _MADE, None)
+    return None if made is None or made.version != version_of(x) else made
+
+
+def origin(x: torch.Tensor) -> tuple[Recipe | None, tuple[torch.Tensor | None, ...]]:
+    """What backward needs of a product's input: it, or how it is computed and of what."""
+    made = _origin(x)
+    return (None, (x,)) if made is None else (made.recipe, made.of)
 
 
 class _Product(torch.autograd.Function):
@@ -175,7 +236,7 @@ class _Product(torch.autograd.Function):
         if grad is None:
             return (None,) * 8
         weight, *of = ctx.saved_tensors
-        x = None if compat.differentiates_backward() else _given(ctx, of)
+        x = None if compat.differentiates_backward() else given(of, ctx.again, ctx.recipe)
         for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
             # autocast, which is over, made the product of another dtype than the weight's
@@ -184,23 +245,26 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             for_bias = grad.reshape(-1, grad.size(-1)).sum(0)
         if x is None:
-            for_weight = weight_gradient(grad, _differentiable(ctx, of), ctx.transposed)
+            whole = differentiable(of, ctx.again, ctx.recipe)
+            for_weight = weight_gradient(grad, whole, ctx.transposed)
         else:
             account, index = ctx.account
             defer(account, index, (grad, x, ctx.transposed, weight))
         return for_x, for_weight, for_bias, None, None, None, None, None
 
 
-def _given(ctx: Any, of: list[torch.Tensor]) -> torch.Tensor | Later:
+def given(
+    of: Sequence[torch.Tensor], again: Again | None, recipe: Recipe | None
+) -> torch.Tensor | Later:
     """The product's input, or what makes it; a second gather begins before anything is computed."""
-    recipe: Recipe | None = ctx.recipe
-    if ctx.again is not None:
-        again: Again = ctx.again
+    if again is not None:
         return again.start(lambda: of[0] if recipe is None else recipe.how(*of))
     return of[0] if recipe is None else recipe.start(of)
 
 
-def _differentiable(ctx: Any, of: list[torch.Tensor]) -> torch.Tensor:
+def differentiable(
+    of: Sequence[torch.Tensor], again: Again | None, recipe: Recipe | None
+) -> torch.Tensor:
     """The product's input, as a function of what was saved of it."""
-    x: torch.Tensor = of[0] if ctx.recipe is None else ctx.recipe.how(*of)
-    return x if ctx.again is None else ctx.again.differentiably(x)  # type: ignore[no-any-return]
+    x: torch.Tensor = of[0] if recipe is None else recipe.how(*of)
+    return x if again is None else again.differentiably(x)

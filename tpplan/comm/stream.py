@@ -24,6 +24,7 @@ from tpplan import compat
 from tpplan.comm import traced
 from tpplan.comm.collectives import Group, Site, chunk, pad
 from tpplan.comm.conjugates import Transition, join, split
+from tpplan.comm.pace import Pieces
 from tpplan.comm.placements import is_cut
 from tpplan.comm.randomness import Randomness
 from tpplan.comm.sharded import Sharded, Window, rows_of, whole_of
@@ -78,6 +79,7 @@ class Stream:
         started: the number of the autograd node with which the element that ran last began.
         saves_rows: whether products keep a rank's rows of what was gathered for them.
         recomputed: forms of kernels whose results backward makes again, and products do not keep.
+        pieces: into how many products and their collectives are cut; None where they are not.
         parts: of the element that runs, None where its layers are reduced one by one.
         whole_results: whether the user is given full tensors only, no sharded logits.
         randomness: the random sequences of this rank.
@@ -94,6 +96,7 @@ class Stream:
         fused: frozenset[str] = frozenset(),
         saves_rows: bool = False,
         recomputed: Iterable[type] = (),
+        pieces: Pieces | None = None,
     ) -> None:
         self.mesh = mesh
         self.fused = fused
@@ -103,6 +106,7 @@ class Stream:
         self.whole_results = True
         self.saves_rows = saves_rows
         self.recomputed = frozenset(recomputed)
+        self.pieces = pieces
         self.randomness = Randomness(self.group.rank, mesh.device_type)
         site = Site("", "the stream, gathered")
         self.source = Source(self.group, site, self.randomness, Sharded)

@@ -18,9 +18,11 @@ from tpplan.compat.autograd import is_held_elsewhere as is_held_elsewhere
 from tpplan.compat.autograd import run_after as run_after
 from tpplan.compat.autograd import run_when_ready as run_when_ready
 from tpplan.compat.autograd import running_node as running_node
+from tpplan.compat.autograd import saved_tensors_hooks as saved_tensors_hooks
 from tpplan.compat.autograd import sequence_number as sequence_number
 from tpplan.compat.autograd import set_hooks as set_hooks
 from tpplan.compat.modes import NeedsValuesError as NeedsValuesError
+from tpplan.compat.modes import constant_in_graphs as constant_in_graphs
 from tpplan.compat.modes import dispatch_is_observed as dispatch_is_observed
 from tpplan.compat.modes import dispatch_modes as dispatch_modes
 from tpplan.compat.modes import fakes_are_made as fakes_are_made
@@ -44,6 +46,8 @@ from tpplan.compat.pipelines import only_sizes_count as only_sizes_count
 from tpplan.compat.sizes import always as always
 from tpplan.compat.sizes import larger as larger
 from tpplan.compat.sizes import smaller as smaller
+from tpplan.compat.symmetric import fused_all_gather_matmul as fused_all_gather_matmul
+from tpplan.compat.symmetric import fused_matmul_reduce_scatter as fused_matmul_reduce_scatter
 from tpplan.compat.tensors import StridedShard as StridedShard
 from tpplan.compat.tensors import dtensor as dtensor
 from tpplan.compat.tensors import dtensor_spec as dtensor_spec

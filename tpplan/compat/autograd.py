@@ -52,6 +52,11 @@ def sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined, no-any-return]
 
 
+def saved_tensors_hooks() -> object:
+    """The hooks that what is saved for backward goes through now, None where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+
+
 def running_node() -> int | None:
     """The number of the autograd node whose backward runs in this thread, None outside backward."""
     node = torch._C._current_autograd_node()

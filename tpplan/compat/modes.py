@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses import fake_tensor
@@ -27,6 +27,18 @@ dispatch_is_observed: Callable[[], int] = torch._C._len_torch_dispatch_stack
 def fakes_are_made() -> bool:
     """Whether ops make fake tensors now: nothing is computed, and nothing sent."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def constant_in_graphs(function: _Function) -> _Function:
+    """``function``, which is called when a graph that calls it is made, and not by the graph.
+
+    As ``torch.compiler.assume_constant_result``, which imports the compiler, has it.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

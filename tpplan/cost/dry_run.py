@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from tpplan.comm.pace import Pace
 from tpplan.compiled import CompiledPlan
 from tpplan.cost.hardware import DEFAULT, HardwareSource, load_hardware
+from tpplan.cost.pace import pace_of
 from tpplan.cost.run import DryRun
 from tpplan.language import FrozenMap, Plan, PlanError
 from tpplan.observe.shadow import Call, call_for
@@ -97,16 +99,17 @@ def dry_run(
         PlanError: as ``parallelize`` does, and where there is no such hardware.
     """
     timed_on = load_hardware(hardware)
+    pace = pace_of(timed_on, setting.tp)
     call = call_for(model, setting.inputs, batch, seq)
     folds = setting.folds(model) if fold else ()
-    found = _folded(model, setting, call, training, folds, both) if folds else None
+    found = _folded(model, setting, call, training, folds, both, pace) if folds else None
     executed = FrozenMap({f.stack: (f.kept, f.length) for f in folds} if found else None)
     if found is None:
         compiled = setting.compile(model)
         stacks = _stacks(compiled)
 
         def whole(training: Training) -> Execution:
-            return execute(model, compiled, call, training, stacks)
+            return execute(model, compiled, call, training, stacks, pace)
 
         found = compiled, whole(training), _other(whole, training) if both else None
     compiled, run, other = found
@@ -128,6 +131,7 @@ def _folded(
     training: Training,
     folds: tuple[Fold, ...],
     both: bool,
+    pace: Pace,
 ) -> tuple[CompiledPlan, Execution, Execution | None] | None:
     """As executed on short models; None where those do not tell about the long one."""
     stacks = tuple(fold.stack for fold in folds)
@@ -143,9 +147,9 @@ def _folded(
             longer[fold] = more, unfolded(compiled, shorter, more)
 
         def run(training: Training) -> Execution:
-            short = execute(shortest, compiled, call, training, stacks)
+            short = execute(shortest, compiled, call, training, stacks, pace)
             runs = {
-                fold: execute(more, plan, call, training, stacks).steps
+                fold: execute(more, plan, call, training, stacks, pace).steps
                 for fold, (more, plan) in longer.items()
             }
             held = unfolded_names(short.optimizer, folds, model)
@@ -160,7 +164,7 @@ def _folded(
         try:
             return run(training)
         except NotRepeatingError:  # recomputation may run in another order
-            return execute(model, plan, call, training, stacks)
+            return execute(model, plan, call, training, stacks, pace)
 
     return plan, found, _other(either, training) if both else None
 

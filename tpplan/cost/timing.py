@@ -165,8 +165,12 @@ def timeline(steps: Sequence[Step], hardware: Hardware) -> tuple[Span, ...]:
             span = _sent(step, step.collective, hardware, max(now, free))
             free = span.start + span.seconds
             sent.append(len(spans))
+            could = found.get(index, 0.0)
             hidden = span.seconds if step.later else min(0.0, now - span.start)
-            spans.append(replace(span, overlappable=found.get(index, 0.0), hidden=hidden))
+            if step.collective.fused:  # but for the first piece, or the last
+                hidden = could * (1 - 1 / step.collective.ranks)
+                free, could = free - hidden, could - hidden
+            spans.append(replace(span, overlappable=could, hidden=hidden))
             now = now if step.later else free
         if step.awaited is not None:
             at = sent[-1 - step.awaited]

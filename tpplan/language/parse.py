@@ -21,6 +21,7 @@ from tpplan.language.styles import (
     KERNEL_CHOICES,
     KERNEL_KINDS,
     KEYS,
+    OVERLAP_CHOICES,
     RECOMPUTE_CHOICES,
     REMOVE,
     SAVE_CHOICES,
@@ -124,6 +125,7 @@ class _PlanReader(Values):
             "sequence_dim": lambda node, what: self.whole(node, what, 0),
             "recompute": self.recomputed,
             "save": lambda node, what: self.choice(node, what, SAVE_CHOICES),
+            "overlap": lambda node, what: self.choice(node, what, OVERLAP_CHOICES),
         }
         found = {key: self.entry(key, read) for key, read in readers.items()}
         stated = {key: value for key, value in found.items() if value is not None}

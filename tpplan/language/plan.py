@@ -8,7 +8,13 @@ from typing import TypeVar
 
 from tpplan.language.diagnostics import Diagnostic, PlanError, Position, did_you_mean
 from tpplan.language.patterns import Pattern
-from tpplan.language.styles import GATHERED, RECOMPUTE_CHOICES, SAVE_CHOICES
+from tpplan.language.styles import (
+    GATHERED,
+    OVERLAP_CHOICES,
+    RECOMPUTE_CHOICES,
+    SAVE_CHOICES,
+    WAITING,
+)
 
 _Value = TypeVar("_Value", covariant=True)
 
@@ -69,6 +75,7 @@ class Plan:
         kernels: kernel kind -> implementation; kinds that no plan mentions are absent.
         text: the source of this plan, without that of the plan it extends.
         recompute: what is computed again in backward, in the place of being kept for products.
+        overlap: how products run beside the collectives that bring or take their tensors.
         save: what column-parallel layers keep of a gathered input for backward: it, or the shard.
     """
 
@@ -84,22 +91,34 @@ class Plan:
     kernels: Mapping[str, str]
     text: str
     save: str = GATHERED
+    overlap: str = WAITING
     recompute: tuple[str, ...] = ()
 
-    def keeping(self, save: str | None, recompute: Iterable[str] | None = None) -> Plan:
+    def keeping(
+        self,
+        save: str | None = None,
+        recompute: Iterable[str] | None = None,
+        overlap: str | None = None,
+    ) -> Plan:
         """The plan with these in the place of its own, where they are given.
 
         Raises:
             PlanError: where there is no such word.
         """
         words = () if recompute is None else tuple(recompute)
-        if save is not None and save not in SAVE_CHOICES:
-            hint = did_you_mean(save, SAVE_CHOICES, f"there is {' and '.join(SAVE_CHOICES)}")
-            raise PlanError([Diagnostic(f"save: there is no '{save}'", hint=hint)])
+        _require(save, SAVE_CHOICES, "save: there is no")
+        _require(overlap, OVERLAP_CHOICES, "overlap: there is no")
         for word in words:
-            if word not in RECOMPUTE_CHOICES:
-                known = f"there is {' and '.join(RECOMPUTE_CHOICES)}"
-                hint = did_you_mean(word, RECOMPUTE_CHOICES, known)
-                raise PlanError([Diagnostic(f"recompute: there is no '{word}'", hint=hint)])
-        save = self.save if save is None else save
-        return replace(self, save=save, recompute=self.recompute if recompute is None else words)
+            _require(word, RECOMPUTE_CHOICES, "recompute: there is no")
+        return replace(
+            self,
+            save=self.save if save is None else save,
+            recompute=self.recompute if recompute is None else words,
+            overlap=self.overlap if overlap is None else overlap,
+        )
+
+
+def _require(word: str | None, choices: tuple[str, ...], refusal: str) -> None:
+    if word is not None and word not in choices:
+        hint = did_you_mean(word, choices, f"there is {' and '.join(choices)}")
+        raise PlanError([Diagnostic(f"{refusal} '{word}'", hint=hint)])

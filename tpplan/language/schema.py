@@ -11,11 +11,13 @@ from tpplan.language.styles import (
     KERNEL_CHOICES,
     KERNEL_KINDS,
     KEYS,
+    OVERLAP_CHOICES,
     RECOMPUTE_CHOICES,
     REMOVE,
     SAVE_CHOICES,
     STYLES,
     VERSION,
+    WAITING,
     Kind,
     Option,
 )
@@ -92,6 +94,7 @@ def schema() -> dict[str, Any]:
         "layers": _PATTERN,
         "sequence_dim": {"type": "integer", "minimum": 0, "default": 1},
         "recompute": {"type": "array", "items": {"enum": list(RECOMPUTE_CHOICES)}},
+        "overlap": {"enum": list(OVERLAP_CHOICES), "default": WAITING},
         "save": {"enum": list(SAVE_CHOICES), "default": GATHERED},
         "kernels": {
             "anyOf": [

@@ -135,6 +135,12 @@ KERNEL_KINDS: Mapping[str, str] = {
 }
 KERNEL_CHOICES = ("auto", "triton", "torch")
 SHARD, GATHERED = SAVE_CHOICES = ("shard", "gathered")
+WAITING, CHUNKED, SYMMETRIC, AUTO = OVERLAP_CHOICES = (
+    "none",
+    "chunked",
+    "symmetric_memory",
+    "auto",
+)
 NORMS, ACTIVATIONS = RECOMPUTE_CHOICES = ("norms", "activations")
 
 KEYS: Mapping[str, str] = {
@@ -148,6 +154,7 @@ KEYS: Mapping[str, str] = {
     "layers": "a pattern for the stack of layers; inferred where absent",
     "sequence_dim": "the sequence's dimension in the stream",
     "kernels": "which implementation of each fused kernel to use",
+    "overlap": "how products run beside the collectives that bring or take their tensors",
     "recompute": "what fused kernels make for products is made again in backward, not kept",
     "save": "what is kept of a gathered input for backward: all of it, or the shard",
 }

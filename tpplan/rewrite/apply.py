@@ -10,10 +10,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from tpplan.comm import Stream
 from tpplan.comm.meshes import tp_of
+from tpplan.comm.pace import Pace, Pieces
 from tpplan.compiled import CompiledPlan
 from tpplan.kernels.forms import GatedForm, GeluForm, NormForm
 from tpplan.kernels.launch import chosen
-from tpplan.language.styles import ACTIVATIONS, NORMS, SHARD
+from tpplan.language.styles import ACTIVATIONS, AUTO, NORMS, SHARD, SYMMETRIC, WAITING
 from tpplan.rewrite.holders import Undo, replace, require_whole
 from tpplan.rewrite.planned import PlannedStyle, swap_kernels
 from tpplan.roles.entry import Entry
@@ -30,6 +31,7 @@ def apply(
     mesh: DeviceMesh | None,
     src_data_rank: int | None = 0,
     outside: bool = True,
+    pace: Pace | None = None,
 ) -> nn.Module:
     """Rewrite ``model`` in place; whatever is raised half-way, it is left as it was.
 
@@ -38,6 +40,7 @@ def apply(
             where both are 1.
         src_data_rank: the rank of the group whose values count; None trusts each rank's own.
         outside: whether what else may hold its parameters is looked for; not for a copy.
+        pace: what decides into how many pieces products are cut; two each where it is None.
     """
     sharded = compiled.tp * compiled.ep > 1 and mesh is not None
     held = require_whole(model, outside) if sharded else frozenset()
@@ -49,7 +52,7 @@ def apply(
     try:
         if mesh is not None and sharded:
             old = {name: id(p) for name, p in model.named_parameters() if id(p) in held}
-            _shard(model, compiled, mesh, src_data_rank)
+            _shard(model, compiled, mesh, src_data_rank, pace)
             if old:
                 new = {key: model.get_parameter(name) for name, key in old.items()}
                 replace(model, new, undo)
@@ -70,7 +73,11 @@ def apply(
 
 
 def _shard(
-    model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh, src_data_rank: int | None
+    model: nn.Module,
+    compiled: CompiledPlan,
+    mesh: DeviceMesh,
+    src_data_rank: int | None,
+    pace: Pace | None,
 ) -> None:
     """What each module becomes; at tp 1 all but the experts that ranks of ep share stay whole."""
     tp = tp_of(mesh, compiled.ep)
@@ -78,7 +85,9 @@ def _shard(
     fused = (k for k, how in compiled.kernels.items() if chosen(how, mesh.device_type))
     plan = compiled.plan
     remade = [form for word in plan.recompute for form in _REMADE[word]]
-    kept = plan.save == SHARD, remade
+    least = 1 if plan.overlap == AUTO and pace is not None else 2
+    pieces = None if plan.overlap == WAITING else Pieces(least, pace, plan.overlap == SYMMETRIC)
+    kept = plan.save == SHARD, remade, pieces
     stream = Stream(own, compiled.sequence_parallel, plan.sequence_dim, frozenset(fused), *kept)
     stream.whole_results = all(
         plan.options.get("output") != "shard"

@@ -68,6 +68,7 @@ def _facts(
     facts["sequence_parallel"] = str(compiled.sequence_parallel)
     facts["kernels"] = str(sorted(compiled.kernels.items()))
     facts["save"] = compiled.plan.save
+    facts["overlap"] = compiled.plan.overlap
     facts["recompute"] = ", ".join(sorted(compiled.plan.recompute))
     facts["torch"] = torch.__version__
     transformers = sys.modules.get("transformers")

@@ -139,8 +139,19 @@ class PlannedStyle(ParallelStyle):
             )
             again = Site(self.plan.path, f"input of {names}, gathered again", rule)
             shared = len(boundary.shared)
-            self.entries[key] = Entry(transition, again, shared, boundary.whole, projections)
+            entry = Entry(transition, again, shared, boundary.whole, projections)
+            if projections and self.stream.pieces is not None:
+                paths = [m.path for m in served if m.projection]
+                entry.served = [self.root.get_submodule(path) for path in paths]  # type: ignore[misc]
+                entry.columns = sum(map(self._columns, paths))
+            self.entries[key] = entry
         return self.entries[key]
+
+    def _columns(self, path: str) -> int:
+        """How many the first rank has of a column-parallel weight."""
+        plan = self.compiled.modules[path]
+        shape = self.compiled.parameter(f"{path}.weight".lstrip(".")).local_shape
+        return shape[1 if plan.transposed else 0]
 
 
 def _text(plan: ModulePlan) -> str | None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from tpplan.comm import Site, Stream, Transition, copy_in, gather_in
+from tpplan.comm.pace import left_to_compiler
+from tpplan.comm.pieces import Projecting, gather_products
 from tpplan.comm.placements import is_whole
 from tpplan.comm.products import Again, keep_rows, same_origin
 from tpplan.comm.stream import version_of
+from tpplan.roles.projection import is_plain
+
+if TYPE_CHECKING:
+    from tpplan.roles.lowered import Lowered
 
 
 class Entry:
@@ -23,7 +31,8 @@ class Entry:
     ``again``: what a second gather, in backward, is reported under. ``whole``: whether the tensor
     is whole also inside the stack. ``projections``: whether all that becomes of it is multiplied by
     weights, for which autocast would cast it (code that only asks for its dtype is then told that
-    of the products).
+    of the products). ``served``: the modules that multiply by them; ``columns``: how many they
+    have on the first rank.
     """
 
     def __init__(
@@ -34,10 +43,13 @@ class Entry:
         self.members = members
         self.whole = whole
         self.projections = projections
+        self.served: Sequence[Lowered] = ()
+        self.columns = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         twin = Entry(self.transition, self.again, self.members, self.whole, self.projections)
         memo[id(self)] = twin
+        twin.served, twin.columns = copy.deepcopy(self.served, memo), self.columns
         return twin
 
     def enter(self, x: torch.Tensor, stream: Stream, length: int | None) -> torch.Tensor:
@@ -70,15 +82,51 @@ class Entry:
             return self._gathered(stream, x, stream.dim, length)
         return same_origin(copy_in(x, self.transition), x)
 
+    def _cut(self, stream: Stream, x: torch.Tensor, dim: int) -> tuple[int, Sequence[Projecting]]:
+        """Into how many pieces of its rows it is cut, and which products are made of them."""
+        if stream.pieces is None or not self.served or x.size(dim) < 2:
+            return 1, ()
+        if torch.compiler.is_compiling():
+            return left_to_compiler(), ()
+        device = self.transition.group.mesh.device_type
+        lower = torch.is_autocast_enabled(device) and x.dtype != torch.float32
+        if lower:
+            return 1, ()
+        rows = x.numel() // x.size(-1) * self.transition.group.size
+        count = stream.pieces.of("all_gather", rows, x.size(-1), self.columns, x.dtype)
+        found = [_projecting(module, x) for module in self.served] if count != 1 else []
+        ready = [one for one in found if one is not None]
+        return (count if ready else 1), ready
+
     def _gathered(self, stream: Stream, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         device, dtype = self.transition.group.mesh.device_type, None
         if self.projections and x.dtype == torch.float32 and torch.is_autocast_enabled(device):
             # before it is sent: half the bytes, and one cast for all that read it
             dtype = torch.get_autocast_dtype(device)
-        whole = gather_in(x, dim, length, self.transition, dtype)
+        again = None
+        if stream.saves_rows and x.requires_grad and torch.is_grad_enabled():
+            again = Again(self.transition.group, self.again, dim, length, dtype)
+        pieces, projecting = self._cut(stream, x, dim)
+        if pieces != 1:
+            how = self.transition, projecting, pieces, dtype, again
+            whole = gather_products(x, dim, length, *how)
+        else:
+            whole = gather_in(x, dim, length, self.transition, dtype)
         # other code may view it, as it could what it was given before
         whole = whole if self.projections else whole.contiguous()
-        if stream.saves_rows and whole.requires_grad and not torch.compiler.is_compiling():
-            group = self.transition.group
-            keep_rows(whole, x, Again(group, self.again, dim, length, dtype))
+        if again is not None and not torch.compiler.is_compiling():
+            keep_rows(whole, x, again)
         return whole
+
+
+def _projecting(module: Lowered, x: torch.Tensor) -> Projecting | None:
+    """The product that ``module`` is going to make of ``x``; None where that is not certain."""
+    if not is_plain(module._tpplan_project) or module._tpplan_is_watched():
+        return None
+    locals_ = module._tpplan.own.current(module)
+    if locals_ is None:
+        return None
+    weight, *bias = locals_
+    own = bias[0] if bias and module._tpplan_adds_bias else None
+    found = Projecting(weight, own, module._tpplan.transposed)
+    return found if found.takes(x) else None

@@ -189,6 +189,8 @@ class Unbiased(Fused):
     activation has been put in the place of that one.
     """
 
+    _tpplan_adds_bias = False
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The columns of ``input``, biases left out."""
         link: Link = self._tpplan.partner

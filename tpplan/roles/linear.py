@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from tpplan.comm import chunk, copy_in, join, reduce_out, scatter_out
+from tpplan.comm.pace import left_to_compiler
+from tpplan.comm.pieces import Projecting, product_reduced, product_scattered
 from tpplan.roles.lowered import Lowered
+from tpplan.roles.projection import is_plain
 
 
 class Colwise(Lowered):
@@ -50,6 +53,9 @@ class Rowwise(Lowered):
 
     def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
         weight, *bias = self._locals()
+        pieces = _pieces(self, input, weight)
+        if pieces != 1:
+            return _in_pieces(self, input, weight, bias, pieces)
         return reduced(self, self._tpplan_project(input, weight), bias)
 
 
@@ -148,3 +154,48 @@ def reduced(
         # called outside the stack: whole in, whole out
         return join(out, dim, partial.size(dim), state.transition)
     return out
+
+
+def _pieces(module: Lowered, x: torch.Tensor, weight: torch.Tensor) -> int:
+    """Into how many pieces the product of ``x`` is cut that is summed over the ranks."""
+    state = module._tpplan
+    stream = state.stream
+    if stream.pieces is None or x.dim() < 2 or weight.dim() != 2:
+        return 1
+    if torch.compiler.is_compiling():
+        return left_to_compiler()
+    group = state.transition.group
+    rows = x.numel() // max(x.size(-1), 1)
+    sp = stream.sequence_parallel
+    most = chunk(x.size(min(stream.dim, x.dim() - 2)), group.size) if sp else rows
+    if most < 2 or not is_plain(module._tpplan_project):
+        return 1
+    outer = weight.size(1 if state.transposed else 0)
+    # on the first rank; others may have fewer columns, and must cut alike
+    inner = chunk(state.own.specs[0].shape[0 if state.transposed else 1], group.size)
+    return stream.pieces.of("reduce_scatter" if sp else "all_reduce", rows, inner, outer, x.dtype)
+
+
+def _in_pieces(
+    module: Lowered,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    pieces: int,
+) -> torch.Tensor:
+    """``reduced``, of the product of ``x``."""
+    state = module._tpplan
+    stream, device = state.stream, x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(device))
+    if not stream.sequence_parallel:
+        out = product_reduced(
+            x, Projecting(weight, None, state.transposed), state.transition, pieces
+        )
+        for bias in biases:
+            out = out + bias.to(out.dtype)
+        return out
+    dim = min(stream.dim, x.dim() - 2)
+    by = Projecting(weight, biases[0] if biases else None, state.transposed)
+    out = product_scattered(x, by, dim, state.transition, pieces)
+    return out if state.length is not None else join(out, dim, x.size(dim), state.transition)

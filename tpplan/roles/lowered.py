@@ -126,6 +126,15 @@ class Lowered(nn.Module):
     _tpplan: State
     _tpplan_project: Projection
 
+    # whether its product has its bias, if it has one
+    _tpplan_adds_bias = True
+
+    def _tpplan_is_watched(self) -> bool:
+        """Whether hooks may see, or change, what the module is given."""
+        if self._backward_hooks or self._backward_pre_hooks:
+            return True
+        return looks(self._forward_pre_hooks)
+
     def _locals(self) -> Sequence[torch.Tensor]:
         return self._tpplan.own.read(self)
 

@@ -133,6 +133,10 @@ class Own:
         """The local tensors of the module's parameters, in the order of ``names``."""
         return self._kept if self._is_current(module) else self._renewed(module)
 
+    def current(self, module: nn.Module) -> Sequence[torch.Tensor] | None:
+        """What ``read`` gives where all of it is at hand."""
+        return self._kept if self._is_current(module) else None
+
     def kept(self, index: int) -> torch.Tensor | None:
         """The local tensor of a parameter that is kept for the next forwards, if there is one."""
         return self._kept[index]  # type: ignore[no-any-return]

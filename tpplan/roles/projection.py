@@ -22,6 +22,11 @@ def projection(transposed: bool) -> Projection:
     return _transposed if transposed else product
 
 
+def is_plain(project: Projection) -> bool:
+    """Whether it is one of ``projection``'s, and not what somebody put in its place."""
+    return project is product or project is _transposed
+
+
 def _transposed(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, /
 ) -> torch.Tensor:

@@ -274,6 +274,8 @@ class Entering(Lowered):
         state = self._tpplan
         given = args, kwargs
         length = state.length
+        if state.stream.pieces is not None:
+            prepare(self, summed_only=False)  # of which products are made when they enter
         for plan, entry in zip(state.plan.boundaries, state.entries, strict=True):
             x = taken(plan.arguments[0], *given)
             if x is None:

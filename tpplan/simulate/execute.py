@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tpplan.comm.meshes import ep_of, tp_of
+from tpplan.comm.pace import Pace
 from tpplan.compat import FakeTensorMode, fake_world, quiet
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
@@ -63,12 +64,14 @@ def execute(
     call: Call,
     training: Training,
     stacks: tuple[str, ...] = (),
+    pace: Pace | None = None,
 ) -> Execution:
     """Forward, backward and optimizer step of ``model`` rewritten by ``compiled``.
 
     Args:
         model: is not changed; may be on the meta device.
         stacks: paths of the lists of modules whose elements the steps are told apart by.
+        pace: see ``apply``.
 
     Raises:
         PlanError: where the rewritten model cannot be run.
@@ -81,7 +84,7 @@ def execute(
         world = fake_world(compiled.tp, ep=compiled.ep)
         mesh = stack.enter_context(world) if compiled.tp * compiled.ep > 1 else None
         stack.enter_context(mode)
-        apply(shadow, compiled, mesh, src_data_rank=None, outside=False)
+        apply(shadow, compiled, mesh, src_data_rank=None, outside=False, pace=pace)
         if mesh is None:
             hide(shadow, stacked_in(compiled))
         if training.checkpointing:

@@ -27,6 +27,8 @@ KINDS: Mapping[str, str] = {
     "_c10d_functional::all_gather_into_tensor_coalesced": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional::reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "symm_mem::fused_all_gather_matmul": "all_gather",
+    "symm_mem::fused_matmul_reduce_scatter": "reduce_scatter",
     "_c10d_functional::all_to_all_single": "all_to_all",
     "_c10d_functional::broadcast": "broadcast",
     "_dtensor::shard_dim_alltoall": "all_to_all",
@@ -109,6 +111,7 @@ class Recorder(Observer):
             ranks=len(ranks),
             stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
             worst_bytes=worst_bytes(len(ranks), shape, dtype) if site.routed else None,
+            fused=site.fused,
         )
 
 

@@ -29,6 +29,7 @@ class Collective:
         worst_bytes: of a collective whose sizes hang on which experts tokens choose: ``bytes`` is
             what is to be expected, where all experts are chosen as often; this is what goes to, or
             comes from, a rank that has all that are chosen. None of others.
+        fused: whether it runs beside the products of its op, in as many pieces as there are ranks.
     """
 
     phase: str
@@ -43,6 +44,7 @@ class Collective:
     ranks: int = 1
     stride: int = 1
     worst_bytes: int | None = None
+    fused: bool = False
 
     @property
     def at_worst(self) -> int:

@@ -276,8 +276,10 @@ def _work_of(
     func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, tensors: Sequence[torch.Tensor]
 ) -> Matmul | int:
     """The FLOPs of an op and the bytes it reads and writes; these alone where it has no FLOPs."""
-    size = sum(t.numel() * t.element_size() for t in tensors)
     packet = func._overloadpacket
+    if packet is _aten.copy_:  # does not read what it writes
+        tensors = tensors[:2]
+    size = sum(t.numel() * t.element_size() for t in tensors)
     formula = flop_registry.get(packet)
     if packet in _FLOPS:
         count, known = _FLOPS[packet]

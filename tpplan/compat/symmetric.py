@@ -1,0 +1,29 @@
+"""Products fused with the collectives around them, over symmetric memory."""
+
+from __future__ import annotations
+
+import torch
+
+
+def fused_all_gather_matmul(
+    x: torch.Tensor, matrices: list[torch.Tensor], dim: int, group_name: str
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The whole of every rank's ``x`` along ``dim``, and its product with each matrix."""
+    if not x.is_cuda:
+        from torch.distributed._symmetric_memory import _fused_all_gather_matmul_fallback
+
+        return _fused_all_gather_matmul_fallback(x, matrices, dim, group_name)  # type: ignore[return-value, arg-type]
+    op = torch.ops.symm_mem.fused_all_gather_matmul
+    return op(x, matrices, dim, group_name, return_A=True)  # type: ignore[no-any-return]
+
+
+def fused_matmul_reduce_scatter(
+    x: torch.Tensor, matrix: torch.Tensor, dim: int, group_name: str
+) -> torch.Tensor:
+    """This rank's rows along ``dim`` of the product, summed over the ranks."""
+    if not x.is_cuda:
+        from torch.distributed._symmetric_memory import _fused_matmul_reduce_scatter_fallback
+
+        return _fused_matmul_reduce_scatter_fallback(x, matrix, "sum", dim, group_name)  # type: ignore[arg-type]
+    op = torch.ops.symm_mem.fused_matmul_reduce_scatter
+    return op(x, matrix, "sum", dim, group_name)  # type: ignore[no-any-return]
