@@ -76,6 +76,9 @@ _METHODS: dict[Any, Any] = {
     torch.Tensor.__getitem__: _item,
     torch.Tensor.__setitem__: lambda x, at, value: torch.ops.aten.copy_(_item(x, at), value),
     torch.Tensor.__invert__: torch.bitwise_not,
+    torch.Tensor.copy_: torch.ops.aten.copy_,
+    torch.Tensor.addmm_: torch.ops.aten.addmm_,
+    torch.Tensor.add_: torch.ops.aten.add_,
 }
 
 

@@ -26,6 +26,7 @@ from tpplan.comm import (
     collectives,
     conjugates,
     gradients,
+    pieces,
     sharded,
 )
 from tpplan.comm import cross_entropy as sharded_loss
@@ -123,6 +124,39 @@ def test_boundaries(length: int, fuse: bool) -> None:
             back = function.backward(context, torch.empty_like(out))
             assert devices(out, back) == {HERE}
             assert back[0].shape == given.shape
+
+
+@pytest.mark.parametrize("count", [0, 2], ids=["fused", "chunked"])
+@pytest.mark.parametrize("length", [8, 7])
+def test_pieces(length: int, count: int) -> None:
+    """Products beside their collectives, in pieces and by torch's fused ops."""
+    with cuda_mesh(2) as mesh, fakes():
+        crossing = Transition(Group.of(mesh), SITE, SITE)
+        weights = [torch.empty(5, 6, device=HERE), torch.empty(9, 6, device=HERE)]
+        biases = [torch.empty(5, device=HERE), None]
+        each = [pieces.Projecting(w, b, False) for w, b in zip(weights, biases, strict=True)]
+        part, whole = torch.empty(3, 4, 6, device=HERE), torch.empty(3, length, 6, device=HERE)
+        many = pieces._Many.of(each)
+        at = pieces._Cut(crossing, 1, length, 2, pieces.spans(4, count), many)
+        context = Context()
+        out = pieces._Gathered.forward(context, part, at, (part,), *weights, *biases)
+        assert devices(*out) == {HERE}
+        assert [tuple(y.shape) for y in out] == [(3, length, n) for n in (6, 5, 9)]
+        back = pieces._Gathered.backward(context, *map(torch.empty_like, out))
+        assert back[0].shape == part.shape
+        assert devices(*back) == {HERE}
+
+        at = pieces._Cut(crossing, 1, length, 2, at.spans, pieces._Many.of(each[:1]))
+        context = Context()
+        out = pieces._Scattered.forward(context, whole, at, (whole,), weights[0], biases[0])
+        assert (tuple(out.shape), str(out.device)) == ((3, 4, 5), HERE)
+        assert pieces._Scattered.backward(context, out)[0].shape == whole.shape
+
+        flat = pieces._Cut(crossing, 0, 3 * length, 1, pieces.spans(3 * length, 2), at.many)
+        context = Context()
+        out = pieces._Reduced.forward(context, whole, flat, (whole,), weights[0])
+        assert (tuple(out.shape), str(out.device)) == ((3, length, 5), HERE)
+        assert pieces._Reduced.backward(context, out)[0].shape == whole.shape
 
 
 def test_the_stream() -> None:

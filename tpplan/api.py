@@ -145,7 +145,6 @@ def dry_run(
         PlanError: as ``parallelize`` does, and where there is no such hardware.
         ValueError: where there is no such optimizer, or the model takes no labels.
     """
-    # training and checks do without these
     from tpplan import cost
     from tpplan.render import Report
     from tpplan.simulate.execute import Training
@@ -345,14 +344,13 @@ def verify(
         ep: how many times ``tp`` ranks there are, each time with a batch of their own, which share
             the experts of a mixture: their gradients must be the mean over the batches.
         sequence_parallel: one mode only; None for plain TP and, where the plan has it, TP+SP.
-        kernels: override the plan's.
         inputs: a call the model accepts, where token ids are not one; or a list of calls, each of
             which is compared.
         processes: real gloo processes instead of simulated ranks.
         tolerance: of max|difference| / max|reference| of the outputs, and of the gradients'
             max|difference| / max(max|g|, 1e-3 of the largest |g| in the model).
         seed: of the inputs, the objective's weights and what is stirred.
-        save, recompute, overlap: as of ``parallelize``.
+        kernels, save, recompute, overlap: as of ``parallelize``.
 
     Raises:
         PlanError: as ``parallelize`` does; and where Triton's kernels are asked for, and not its

@@ -142,8 +142,7 @@ class _Many:
             elif differentiates_backward():
                 total = total + grad @ matrix
             else:
-                rows = _flat(total)
-                torch.addmm(rows, _flat(grad), matrix, out=rows)
+                _flat(total).addmm_(_flat(grad), matrix)
         if total is None or of_input is None:
             return of_input if total is None else total
         return total + of_input
@@ -276,7 +275,8 @@ class _Gathered(torch.autograd.Function):
                 part = scattered(total, at.dim, at.transition, ctx.dtype)
         else:
             for_weights = at.many.of_weights(grads, weights, x)
-        due = zip(grads, ctx.needs_input_grad[3 + len(grads) :], strict=True)
+        first = 3 + len(grads)
+        due = zip(grads, ctx.needs_input_grad[first : first + len(grads)], strict=True)
         for_biases = [None if g is None or not asked else _flat(g).sum(0) for g, asked in due]
         return part, None, None, *for_weights, *for_biases
 

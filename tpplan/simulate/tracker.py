@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    addmm_flop,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from tpplan.compat import (
     FakeTensor,
@@ -31,6 +36,7 @@ from tpplan.simulate.steps import Collective, Matmul, Member, Step
 _aten = torch.ops.aten
 # what torch's own table leaves out
 _FLOPS: Mapping[Any, tuple[int, Callable[..., int]]] = {
+    _aten.addmm_: (3, addmm_flop),
     _aten._scaled_dot_product_flash_attention_for_cpu: (3, sdpa_flop_count),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (4, sdpa_backward_flop_count),
 }
