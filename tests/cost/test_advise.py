@@ -13,6 +13,7 @@ import tpplan
 from benchmarks import zoo
 from tests.models import hf
 from tpplan import Advice
+from tpplan.cost.advise import USABLE, Choice
 from tpplan.cost.dry_run import Setting
 from tpplan.cost.hardware import load_hardware
 from tpplan.cost.run import DryRun
@@ -102,3 +103,23 @@ def test_ways_that_do_not_go_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     advice = tpplan.advise(model, "auto", 2, 2, 16, hardware=PAIRS)
     assert "ep 2: no such luck" in next(size for size in advice.sizes if size.tp == 1).notes
     assert {c.ep for c in advice.choices} == {1}
+
+
+def test_rows_are_kept_where_there_is_no_room_for_more() -> None:
+    """Between what layers need that keep all and that keep rows, keeping rows is what fits."""
+    model = hf(device="meta", num_hidden_layers=2)
+
+    def ways(room: float) -> dict[str, Choice]:
+        hardware = replace(H100, name="tight", memory=room, node=2)
+        advice = tpplan.advise(model, "llama.yaml", 2, 2, 256, micro_batch=2, hardware=hardware)
+        assert ("rows kept" in str(advice)) == (room > 1)
+        two = (c for c in advice.choices if c.tp == 2 and c.sequence_parallel and c.pp == 1)
+        return {c.save: c for c in two if not c.checkpointing}
+
+    least = {save: choice.bytes for save, choice in ways(1).items()}
+    assert least["shard"] < least["gathered"]
+    found = ways(sum(least.values()) / 2 / USABLE)
+    assert {save: choice.fits for save, choice in found.items()} == {
+        "gathered": False,
+        "shard": True,
+    }

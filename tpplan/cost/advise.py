@@ -2,8 +2,9 @@
 
 Each size of the tensor-parallel group is executed abstractly, as in a dry run, with and without
 sequence parallelism; of a mixture also with each way to share its experts, and with ranks of ep
-that share them: as many as a node has room for, and as many as can be. What is left of the GPUs
-goes to data and pipeline parallelism by formulas (tpplan/cost/stages.py).
+that share them: as many as a node has room for, and as many as can be. Where a rank has no room
+for what is gathered, it is also run keeping its rows only (``save: shard``). What is left of the
+GPUs goes to data and pipeline parallelism by formulas (tpplan/cost/stages.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tpplan.cost.run import DryRun
 from tpplan.cost.stages import Stages
 from tpplan.cost.timing import TimeSummary, summarize
 from tpplan.language import PlanError
+from tpplan.language.styles import GATHERED, SHARD
 from tpplan.layout import Rows
 from tpplan.planner.experts import experts_in, ways
 from tpplan.simulate.execute import Training
@@ -49,6 +51,7 @@ class Choice:
     """One way to use the GPUs: ``tp`` x ``pp`` x ``dp`` of them.
 
     Attributes:
+        save: what layers keep of gathered inputs.
         ep: how many of dp's ranks share experts; shard: how those of tp do, "" for one rank
             and for models without experts.
         checkpointing: whether layers are recomputed in backward.
@@ -70,6 +73,7 @@ class Choice:
     tokens: float
     ep: int = 1
     shard: str = ""
+    save: str = GATHERED
 
 
 @dataclass(frozen=True)
@@ -167,15 +171,18 @@ def _executed(
     modes = (False, True) if tp > 1 and plan.sequence_parallel else (False,)
     refused: dict[str, PlanError] = {}
 
-    def run(word: str, mode: bool, ep: int = 1) -> DryRun:
+    def run(word: str, mode: bool, ep: int = 1, save: str | None = None) -> DryRun:
         shared = f", experts {word}" * bool(word) + f", ep {ep}" * (ep > 1)
-        told(f"tp {tp}, {'TP+SP' if mode else 'TP'}{shared}")
-        chosen = replace(setting, plan=plans[word], sequence_parallel=mode, ep=ep)
+        told(f"tp {tp}, {'TP+SP' if mode else 'TP'}{shared}" + (", rows kept" if save else ""))
+        kept = plans[word].keeping(save)
+        chosen = replace(setting, plan=kept, sequence_parallel=mode, ep=ep)
         return dry_run(model, chosen, task.micro_batch, task.seq, training, hardware=hardware)
 
     for word in list(plans):
         try:
             reports = [run(word, mode) for mode in modes]
+            if modes[-1] and plan.save != SHARD and _is_tight(reports[-1], task, hardware):
+                reports.insert(0, run(word, modes[-1], save=SHARD))
         except PlanError as error:
             refused[f"experts {word}"] = error
             del plans[word]
@@ -190,6 +197,12 @@ def _executed(
         except PlanError as error:
             refused[f"ep {ep}"] = error
     refusals += (f"{way}: {error.diagnostics[0].message}" for way, error in refused.items())
+
+
+def _is_tight(report: DryRun, task: Task, hardware: Hardware) -> bool:
+    """Whether some way to use the GPUs has no room for all that its layers keep."""
+    found = _shared_out(report, "", task, hardware)
+    return any(not c.fits and not c.checkpointing for c in found)
 
 
 def _sizes_of_ep(experts: int, tp: int, task: Task, hardware: Hardware) -> list[int]:
@@ -270,4 +283,5 @@ def _shared_out(report: DryRun, shard: str, task: Task, hardware: Hardware) -> I
                 tokens=task.batch * task.seq / (seconds * task.gpus),
                 ep=ep,
                 shard=shard,
+                save=report.compiled.plan.save,
             )

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpplan.cost.advise import USABLE, Choice, Size, Survey
+from tpplan.language.styles import GATHERED, SHARD
 from tpplan.render.console import titled
 from tpplan.render.units import duration, size
 
@@ -48,6 +49,7 @@ def _table(advice: Survey) -> Table:
     return table
 
 
+_KEPT = {GATHERED: "kept", SHARD: "rows kept"}
 _WORDS = ("mode", "shard", "layers", "fits")
 _COLUMNS: Mapping[str, Callable[[Choice], str]] = {
     "tp": lambda c: str(c.tp),
@@ -56,7 +58,7 @@ _COLUMNS: Mapping[str, Callable[[Choice], str]] = {
     "dp": lambda c: str(c.dp),
     "ep": lambda c: str(c.ep),
     "shard": lambda c: c.shard,
-    "layers": lambda c: "recomputed" if c.checkpointing else "kept",
+    "layers": lambda c: "recomputed" if c.checkpointing else _KEPT[c.save],
     "per GPU": lambda c: size(c.bytes),
     "fits": lambda c: "yes" if c.fits else "no",
     "step": lambda c: duration(c.seconds),
@@ -96,6 +98,7 @@ def _reasons(found: Size, best: Choice | None) -> list[str]:
 def _named(choice: Choice) -> str:
     mode = " with sequence parallelism" if choice.sequence_parallel else ""
     again = ", layers recomputed" if choice.checkpointing else ""
+    again += ", save: shard" if choice.save == SHARD else ""
     ep = f", ep {choice.ep}" if choice.ep > 1 else ""
     shared = f", shard: {choice.shard}" if choice.shard else ""
     return f"tp {choice.tp}{mode}{shared}, pp {choice.pp}, dp {choice.dp}{ep}{again}"
