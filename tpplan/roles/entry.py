@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from tpplan.comm import Site, Stream, Transition, copy_in, gather_in
+from tpplan.comm import Site, Stream, Transition, gather_in
 from tpplan.comm.placements import is_whole
-from tpplan.comm.products import Again, keep_rows, same_origin
+from tpplan.comm.products import Again, entered, keep_rows
 from tpplan.comm.stream import version_of
 
 
@@ -63,12 +63,12 @@ class Entry:
             if not is_whole(x):
                 x = x.redistribute(placements=[Replicate()])
             x = x.to_local()
-            return same_origin(copy_in(x, self.transition), x)
+            return entered(x, self.transition)
         if length is not None and not self.whole:
             if x.dim() <= stream.dim + 1:  # tokens without their batch: every rank's, one by one
                 return self._gathered(stream, x, 0, x.size(0) * self.transition.group.size)
             return self._gathered(stream, x, stream.dim, length)
-        return same_origin(copy_in(x, self.transition), x)
+        return entered(x, self.transition)
 
     def _gathered(self, stream: Stream, x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         device, dtype = self.transition.group.mesh.device_type, None
