@@ -21,7 +21,7 @@ from tpplan.planner.adapters import adapted_model
 from tpplan.planner.kernels import implementations
 from tpplan.planner.match import fold
 from tpplan.proof import Verification
-from tpplan.rewrite import apply, plan_of
+from tpplan.rewrite import apply, idle, plan_of
 from tpplan.rewrite.launch import agreed
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.rewrite.world import own_mesh
@@ -81,6 +81,9 @@ def parallelize(
         return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs, ep)
 
     compiled = agreed(model, own, compile_here, {"prove": prove, "src_data_rank": src_data_rank})
+    if own is None or not any(own.get_coordinate() or ()):
+        for message in idle(model, compiled, own):
+            warnings.warn(message, stacklevel=2)
     if own is not None and tp * ep > 1:
         _warn(compiled, own)
         if prove:

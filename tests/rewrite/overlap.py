@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -343,6 +344,47 @@ def left_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
             torch.autograd.grad(loss, [model.model.layers[1].mlp.up_proj.weight])
             left.append(sum(isinstance(one, Deferred) for one in gc.get_objects()))
     found.add(f"left: {left}", float(left[-1] != left[0]))
+    return found.errors
+
+
+def said(mesh: DeviceMesh, **options: Any) -> list[str]:
+    """What is warned of when a model is sharded so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tpplan.parallelize(Model(count=1).float(), PLAN, mesh=mesh, prove=False, **options)
+    return [str(one.message) for one in caught if "here" in str(one.message)]
+
+
+def idle_job(mesh: DeviceMesh) -> Errors:
+    """The first rank says what does nothing, and nothing else."""
+    found = Findings()
+    both: dict[str, Any] = {"recompute": ("norms", "activations")}
+    first = mesh.get_local_rank() == 0
+    for due, options in (
+        (1, {"save": "shard", "sequence_parallel": False}),
+        (0, {"save": "shard", "sequence_parallel": True}),
+        (2, both),
+        (0, {**both, "kernels": "triton"}),
+        (1, {**both, "kernels": {"layer_norm": "triton"}}),
+    ):
+        got = said(mesh, **options)
+        found.add(f"{options}: {got}", float(len(got) != due * first))
+    return found.errors
+
+
+def compiled_job(mesh: DeviceMesh) -> Errors:
+    """A graph says that it does not keep rows; its gradients are right."""
+    found = Findings()
+    reference = Model(count=1).float()
+    model = tpplan.parallelize(copy.deepcopy(reference), PLAN, mesh=mesh, save="shard", prove=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        whole: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+        weighed(whole).backward()
+    weighed(reference).backward()
+    found.add("gradients", compare_gradients(reference, model))
+    words = [str(one.message) for one in caught]
+    found.add("says so", float(not any("compiled graph" in w for w in words)))
     return found.errors
 
 

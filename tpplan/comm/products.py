@@ -149,7 +149,7 @@ def product(
                     x = x.to(torch.get_autocast_dtype(device))
                     given = x if rows is None and made is None else given
                 again = None if rows is None else rows.again
-                kept = (None, (given,), None)
+                kept: tuple[Any, ...] = (None, (given,), None)
                 if made is not None:
                     kept = (made.recipe, made.of, made.entry)
                 return _Product.apply(x, weight, bias, transposed, account, again, *kept)  # type: ignore[no-any-return, no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -11,6 +12,15 @@ from tpplan.comm import Site, Stream, Transition, gather_in
 from tpplan.comm.placements import is_whole
 from tpplan.comm.products import Again, entered, keep_rows
 from tpplan.comm.stream import version_of
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _say_idle() -> None:
+    """Once for each graph, while it is traced."""
+    warnings.warn(
+        "save: shard keeps no less in a compiled graph, which decides itself what it keeps",
+        stacklevel=2,
+    )
 
 
 class Entry:
@@ -78,7 +88,9 @@ class Entry:
         whole = gather_in(x, dim, length, self.transition, dtype)
         # other code may view it, as it could what it was given before
         whole = whole if self.projections else whole.contiguous()
-        if stream.saves_rows and whole.requires_grad and not torch.compiler.is_compiling():
+        if stream.saves_rows and torch.compiler.is_compiling():
+            _say_idle()
+        elif stream.saves_rows and whole.requires_grad:
             group = self.transition.group
             keep_rows(whole, x, Again(group, self.again, dim, length, dtype))
         return whole
