@@ -79,6 +79,11 @@ def _serve_jobs(rank: int, world: int, store: str, pipe: Connection) -> None:
         meshes["cpu", "dp2xep2"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "ep"))
         meshes["cpu", "2x2"] = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
         meshes["cpu", "1x4"] = DeviceMesh("cpu", [[0, 1, 2, 3]], mesh_dim_names=("dp", "tp"))
+    if world == 2 * WORLD:
+        names = ("dp", "ep", "tp")
+        meshes["cpu", "dp2xep2xtp2"] = DeviceMesh(
+            "cpu", torch.arange(8).view(2, 2, 2), mesh_dim_names=names
+        )
     while True:
         job = pipe.recv()
         if job is None:
@@ -125,7 +130,8 @@ class Ranks:
         ``function`` must be importable. A rank's exception is raised here.
 
         Args:
-            shape: a tp size, or "2x2" or "1x4": dp and tp; "ep2", "ep4", "ep2xtp2", "dp2xep2".
+            shape: a tp size, or "2x2" or "1x4": dp and tp; "ep2", "ep4", "ep2xtp2", "dp2xep2";
+                of eight processes "dp2xep2xtp2".
         """
         count = _SIZES.get(shape, self._world) if isinstance(shape, str) else shape
         pipes = self._pipes[:count]

@@ -22,7 +22,7 @@ from tpplan.planner.adapters import adapted_model
 from tpplan.planner.kernels import implementations
 from tpplan.planner.match import fold
 from tpplan.proof import Verification
-from tpplan.rewrite import apply, plan_of
+from tpplan.rewrite import apply, idle, plan_of
 from tpplan.rewrite.launch import agreed
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.rewrite.world import own_mesh
@@ -84,8 +84,8 @@ def parallelize(
 
     compiled = agreed(model, own, compile_here, {"prove": prove, "src_data_rank": src_data_rank})
     pace = _pace(compiled, own)
+    _warn(compiled, own, idle(model, compiled, own))
     if own is not None and tp * ep > 1:
-        _warn(compiled, own)
         if prove:
             proof.prove_once(model, compiled, own, inputs)
         rehearse(model, compiled, own, inputs)
@@ -254,12 +254,14 @@ def _pace(compiled: CompiledPlan, mesh: DeviceMesh | None) -> Pace | None:
     return pace_of(hardware_here(mesh.device_type), compiled.tp)
 
 
-def _warn(compiled: CompiledPlan, mesh: DeviceMesh | None) -> None:
-    """Of what was not proved, as nothing came to it; on the first rank of a mesh."""
+def _warn(compiled: CompiledPlan, mesh: DeviceMesh | None, others: Iterable[str] = ()) -> None:
+    """Of what was not proved, as nothing came to it, and of ``others``; on a mesh's first rank."""
     if mesh is not None and any(mesh.get_coordinate() or ()):
         return
+    for message in others:
+        warnings.warn(message, stacklevel=3)
     unreached = [path for path, plan in compiled.modules.items() if plan.unreached]
-    if unreached:
+    if unreached and compiled.tp * compiled.ep > 1:
         message = (
             f"{fold(unreached)}: no call came to it; it is sharded by its rule, and an error where "
             "it is run. To have it proved, add a call that comes to it to the list of inputs="

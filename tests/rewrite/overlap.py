@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from benchmarks import zoo
-from tests.compare import Errors, Findings
+from tests.compare import Errors, Findings, compare_gradients
+from tests.models import VOCAB
+from tests.rewrite.blocks import PLAN, Layer, Model
 from tpplan import compat
 from tpplan.comm import products
+from tpplan.comm.deferred import Deferred
 from tpplan.simulate.recorder import KINDS, Recorder
 
 NEVER = 1 << 62
@@ -274,6 +281,110 @@ def remade_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
                 grads.append(step(model, 2, 7))
     for i, got in enumerate(grads[1:], 1):
         found.add(f"way {i}", float(bool(differing(grads[0], got))))
+    return found.errors
+
+
+class Shifting(Layer):
+    """A layer that changes its input in place once it has normalized it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x.add_(torch.linspace(-1, 1, x.size(-1)))
+        return x + self.attn(y)
+
+
+def weighed(model: nn.Module) -> torch.Tensor:
+    """A number that hangs on every output, each in a way of its own."""
+    out: torch.Tensor = model(torch.arange(14).view(2, 7) % VOCAB)
+    return (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum()
+
+
+def origin_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """What is made again is of what was there, and can be differentiated."""
+    found = Findings()
+    options: dict[str, Any] = {"sequence_parallel": sp, "kernels": "triton", "prove": False}
+    options["recompute"] = ("norms", "activations")
+    reference = Model(count=1).float()
+    model = tpplan.parallelize(copy.deepcopy(reference), PLAN, mesh=mesh, **options)
+    with worth(0), sdpa_kernel(SDPBackend.MATH):
+        for m in (reference, model):
+            grads = torch.autograd.grad(weighed(m), list(m.parameters()), create_graph=True)
+            penalty: Any = torch.stack([full_of(g.square().sum()) for g in grads]).sum()
+            penalty.backward()
+    found.add("penalty", compare_gradients(reference, model))
+
+    reference = Model(Shifting, 1).float()
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_("norm" not in name and "embed" not in name)
+    reference.model.layers[0].mlp = reference.model.layers[0].norm2 = nn.Identity()
+    rules = {name: how for name, how in PLAN["rules"].items() if ".mlp." not in name}
+    rules["model.layers.*.norm"] = rules.pop("model.layers.*.{norm,norm2}")
+    plan = {**PLAN, "rules": rules}
+    model = tpplan.parallelize(copy.deepcopy(reference), plan, mesh=mesh, **options)
+    with worth(0):
+        for m in (reference, model):
+            weighed(m).backward()
+    found.add("changed in place since", compare_gradients(reference, model))
+    return found.errors
+
+
+def full_of(number: torch.Tensor) -> torch.Tensor:
+    """A number as a plain tensor, differentiable."""
+    return number.full_tensor() if isinstance(number, DTensor) else number
+
+
+def left_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
+    """Passes for other gradients only leave nothing behind for longer than until the next."""
+    found = Findings()
+    model: Any = sharded("llama", mesh, sp, save)
+    left = []
+    with worth(0):
+        for _ in range(3):
+            loss = objective(model, 2, 8)
+            torch.autograd.grad(loss, [model.model.layers[1].mlp.up_proj.weight])
+            left.append(sum(isinstance(one, Deferred) for one in gc.get_objects()))
+    found.add(f"left: {left}", float(left[-1] != left[0]))
+    return found.errors
+
+
+def said(mesh: DeviceMesh, **options: Any) -> list[str]:
+    """What is warned of when a model is sharded so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tpplan.parallelize(Model(count=1).float(), PLAN, mesh=mesh, prove=False, **options)
+    return [str(one.message) for one in caught if "here" in str(one.message)]
+
+
+def idle_job(mesh: DeviceMesh) -> Errors:
+    """The first rank says what does nothing, and nothing else."""
+    found = Findings()
+    both: dict[str, Any] = {"recompute": ("norms", "activations")}
+    first = mesh.get_local_rank() == 0
+    for due, options in (
+        (1, {"save": "shard", "sequence_parallel": False}),
+        (0, {"save": "shard", "sequence_parallel": True}),
+        (2, both),
+        (0, {**both, "kernels": "triton"}),
+        (1, {**both, "kernels": {"layer_norm": "triton"}}),
+    ):
+        got = said(mesh, **options)
+        found.add(f"{options}: {got}", float(len(got) != due * first))
+    return found.errors
+
+
+def compiled_job(mesh: DeviceMesh) -> Errors:
+    """A graph says that it does not keep rows; its gradients are right."""
+    found = Findings()
+    reference = Model(count=1).float()
+    model = tpplan.parallelize(copy.deepcopy(reference), PLAN, mesh=mesh, save="shard", prove=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        whole: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+        weighed(whole).backward()
+    weighed(reference).backward()
+    found.add("gradients", compare_gradients(reference, model))
+    words = [str(one.message) for one in caught]
+    found.add("says so", float(not any("compiled graph" in w for w in words)))
     return found.errors
 
 

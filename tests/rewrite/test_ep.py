@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tpplan
@@ -17,7 +19,7 @@ from benchmarks import zoo
 from tests.compare import Errors, Findings, beyond, error, same
 from tests.ranks import Ranks
 from tests.render.test_json import VALIDATOR
-from tests.rewrite.ep import average, batch, errors_of, gradients, mean_of, objective
+from tests.rewrite.ep import average, batch, errors_of, gradients, is_shared, mean_of, objective
 from tests.rewrite.pairs import pair as built
 from tests.rewrite.pairs import plan_of
 from tpplan.simulate import Recorder
@@ -125,6 +127,41 @@ def fsdp_job(mesh: DeviceMesh, name: str) -> Errors:
             optimizer.step()
             optimizer.zero_grad()
     return found.errors
+
+
+def three_job(mesh: DeviceMesh, name: str, sp: bool, save: str) -> Errors:
+    """Ranks of dp, each of which has ranks of ep, and these ranks of tp: two backward passes."""
+    found = Findings()
+    reference = zoo.tiny(name)
+    model = tpplan.parallelize(
+        copy.deepcopy(reference), "auto", mesh=mesh, sequence_parallel=sp, save=save, prove=False
+    )
+    everyone = mesh["dp", "ep"]._flatten("dp_ep")
+    mine, group = everyone.get_local_rank(), everyone.get_group()
+    for part in range(2):
+        batches = [batch(10 * part + i, 5) for i in range(4)]
+        due = mean_of(reference, batches)[mine]
+        loss = objective(model, batches[mine])
+        loss.backward()
+        found.add(f"loss {part}", error(due, loss.detach()))
+    average(model, group)
+    for parameter in model.parameters():
+        if is_shared(parameter):  # means over ep already, not over dp
+            assert isinstance(parameter.grad, DTensor)
+            local = parameter.grad.to_local()
+            dist.all_reduce(local, group=mesh["dp"].get_group())
+            local.div_(2)
+    found.add("gradient", errors_of(gradients(reference), gradients(model)))
+    return found.errors
+
+
+def test_three_dimensions() -> None:
+    pool = Ranks(8)
+    try:
+        for sp, save in ((False, "gathered"), (True, "gathered"), (True, "shard")):
+            assert not beyond(pool.run("dp2xep2xtp2", three_job, "mixtral", sp, save))
+    finally:
+        pool.close()
 
 
 @pytest.mark.slow

@@ -51,6 +51,24 @@ def test_remade(ranks: Ranks, name: str, sp: bool) -> None:
     assert not beyond(ranks.run(2, overlap.remade_job, name, sp))
 
 
+@MODES
+def test_origin(ranks: Ranks, sp: bool) -> None:
+    assert not beyond(ranks.run(2, overlap.origin_job, sp), 1e-4)
+
+
+@WAYS
+def test_left_behind(ranks: Ranks, sp: bool, save: str) -> None:
+    assert not beyond(ranks.run(2, overlap.left_job, sp, save))
+
+
+def test_what_does_nothing_is_said(ranks: Ranks) -> None:
+    assert not beyond(ranks.run(2, overlap.idle_job))
+
+
+def test_compiled_keeps_all(ranks: Ranks) -> None:
+    assert not beyond(ranks.run(2, overlap.compiled_job), 1e-4)
+
+
 @SIZES
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_decoding(ranks: Ranks, name: str, tp: int) -> None:

@@ -89,9 +89,13 @@ class Account:
         """Take it up."""
         self._due.setdefault(one.task, []).append(one)
 
-    def clear(self) -> None:
-        """Let go of what passes that failed have left; for when none runs."""
-        self._due.clear()
+    def begin(self) -> None:
+        """A forward uses the tensors: let go of what passes have left that are over.
+
+        They failed, or were asked for other gradients only.
+        """
+        if self._due and not compat.in_backward():
+            self._due.clear()
 
     def settle(self, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """``grads``, of all the tensors, with what was deferred in this backward pass."""
@@ -155,4 +159,5 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor, transposed: bool) -> to
     ``grad``: of the product, (..., out).
     """
     grad, x = grad.reshape(-1, grad.size(-1)), x.reshape(-1, x.size(-1))
+    x = x.to(grad.dtype)  # autocast, which is over, may have cast what is made again
     return x.t() @ grad if transposed else grad.t() @ x

@@ -113,7 +113,9 @@ class _Many:
 
     @classmethod
     def of(cls, projecting: Sequence[Projecting]) -> _Many:
-        accounts = (getattr(p.weight, ACCOUNT, None) for p in projecting)
+        accounts = [getattr(p.weight, ACCOUNT, None) for p in projecting]
+        for account, _ in filter(None, accounts):
+            account.begin()
         return cls(tuple(p.transposed for p in projecting), tuple(accounts))
 
     def matrices(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tpplan import compat
 from tpplan.comm.collectives import Group, Site, start_all_gather
-from tpplan.comm.conjugates import Transition, gather_in
+from tpplan.comm.conjugates import Transition, copy_in, gather_in
 from tpplan.comm.deferred import ACCOUNT, Account, Later, defer, weight_gradient
 from tpplan.comm.stream import version_of
 
@@ -139,7 +139,8 @@ class Ready(NamedTuple):
 class _Made(NamedTuple):
     recipe: Recipe
     of: tuple[torch.Tensor | None, ...]
-    version: int
+    versions: tuple[int, ...]
+    entry: Transition | None = None
 
 
 def keep_origin(
@@ -147,16 +148,28 @@ def keep_origin(
 ) -> torch.Tensor:
     """``x``; products that are given it keep what it was computed ``of``, and compute it again."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        setattr(x, _MADE, _Made(Recipe(how), of, version_of(x)))
+        setattr(x, _MADE, _Made(Recipe(how), of, _versions(x, of)))
     return x
 
 
-def same_origin(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """``x``, which has the values of ``of``, and so its origin."""
-    made: _Made | None = getattr(of, _MADE, None)
-    if made is not None and made.version == version_of(of):
-        setattr(x, _MADE, made._replace(version=version_of(x)))
-    return x
+def entered(x: torch.Tensor, transition: Transition) -> torch.Tensor:
+    """``x``, whole, in a sharded region (f); with its origin."""
+    copy = copy_in(x, transition)
+    made = _origin_of(x)
+    if made is not None:
+        versions = _versions(copy, made.of)
+        setattr(copy, _MADE, made._replace(versions=versions, entry=transition))
+    return copy
+
+
+def _versions(x: torch.Tensor, of: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    return tuple(0 if t is None else version_of(t) for t in (x, *of))
+
+
+def _origin_of(x: torch.Tensor) -> _Made | None:
+    """What ``x`` was computed of, where neither was changed since."""
+    made: _Made | None = getattr(x, _MADE, None)
+    return None if made is None or made.versions != _versions(x, made.of) else made
 
 
 def product(
@@ -180,16 +193,19 @@ def product(
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         account = getattr(weight, ACCOUNT, None)
         if account is not None and x.dim() > 1:
-            kept, rows, made = _kept(x)
+            account[0].begin()
+            own, rows, made = _kept(x)
             large = x.numel() * weight.size(-1 if transposed else 0) >= WORTH
             if large or rows is not None or made is not None:
                 device = x.device.type
                 if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
                     x = x.to(torch.get_autocast_dtype(device))
-                    kept = x if rows is None and made is None else kept
+                    own = x if rows is None and made is None else own
                 again = None if rows is None else rows.again
-                recipe, of = (None, (kept,)) if made is None else (made.recipe, made.of)
-                return _Product.apply(x, weight, bias, transposed, account, again, recipe, of)  # type: ignore[no-any-return, no-untyped-call]
+                kept: tuple[Any, ...] = (None, (own,), None)
+                if made is not None:
+                    kept = (made.recipe, made.of, made.entry)
+                return _Product.apply(x, weight, bias, transposed, account, again, *kept)  # type: ignore[no-any-return, no-untyped-call]
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
@@ -199,18 +215,13 @@ def _kept(x: torch.Tensor) -> tuple[torch.Tensor, _Rows | None, _Made | None]:
     if rows is not None and rows.versions != (version_of(rows.rows), version_of(x)):
         rows = None
     kept = x if rows is None else rows.rows
-    return kept, rows, _origin(kept)
-
-
-def _origin(x: torch.Tensor) -> _Made | None:
-    made: _Made | None = getattr(x, _MADE, None)
-    return None if made is None or made.version != version_of(x) else made
+    return kept, rows, _origin_of(kept)
 
 
 def origin(x: torch.Tensor) -> tuple[Recipe | None, tuple[torch.Tensor | None, ...]]:
     """What backward needs of a product's input: it, or how it is computed and of what."""
-    made = _origin(x)
-    return (None, (x,)) if made is None else (made.recipe, made.of)
+    made = _origin_of(x)
+    return (None, (x,)) if made is None or made.entry is not None else (made.recipe, made.of)
 
 
 class _Product(torch.autograd.Function):
@@ -225,16 +236,18 @@ class _Product(torch.autograd.Function):
         again: Again | None,
         recipe: Recipe | None,
         of: tuple[torch.Tensor | None, ...],
+        entry: Transition | None,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight, *of)
-        ctx.transposed, ctx.account, ctx.again, ctx.recipe = transposed, account, again, recipe
+        ctx.transposed, ctx.account, ctx.again = transposed, account, again
+        ctx.recipe, ctx.entry = recipe, entry
         return F.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if grad is None:
-            return (None,) * 8
+            return (None,) * 9
         weight, *of = ctx.saved_tensors
         x = None if compat.differentiates_backward() else given(of, ctx.again, ctx.recipe)
         for_x = for_weight = for_bias = None
@@ -245,12 +258,12 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             for_bias = grad.reshape(-1, grad.size(-1)).sum(0)
         if x is None:
-            whole = differentiable(of, ctx.again, ctx.recipe)
+            whole = differentiable(of, ctx.again, ctx.recipe, ctx.entry)
             for_weight = weight_gradient(grad, whole, ctx.transposed)
         else:
             account, index = ctx.account
             defer(account, index, (grad, x, ctx.transposed, weight))
-        return for_x, for_weight, for_bias, None, None, None, None, None
+        return for_x, for_weight, for_bias, None, None, None, None, None, None
 
 
 def given(
@@ -263,8 +276,12 @@ def given(
 
 
 def differentiable(
-    of: Sequence[torch.Tensor], again: Again | None, recipe: Recipe | None
+    of: Sequence[torch.Tensor],
+    again: Again | None,
+    recipe: Recipe | None,
+    entry: Transition | None = None,
 ) -> torch.Tensor:
     """The product's input, as a function of what was saved of it."""
     x: torch.Tensor = of[0] if recipe is None else recipe.how(*of)
+    x = x if entry is None else copy_in(x, entry)
     return x if again is None else again.differentiably(x)

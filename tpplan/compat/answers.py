@@ -56,7 +56,7 @@ def asked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Question | 
     """A call of an op; None where its answer may hang on more than sizes, or it is written to."""
     if type(func) is not OpOverload or func._schema.is_mutable:
         return None
-    key: list[Any] = [func]
+    key: list[Any] = [func, torch.get_default_dtype()]  # that of whole numbers divided
     given: list[FakeTensor] = []
     if not _tell(args, key, given) or (kwargs and not _tell(_pairs(kwargs), key, given)):
         return None

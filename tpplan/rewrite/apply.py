@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -117,6 +118,21 @@ def _move_buffers(model: nn.Module, device_type: str) -> None:
 
 def _device_type(model: nn.Module) -> str:
     return next((p.device.type for p in model.parameters()), "cpu")
+
+
+def idle(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh | None) -> Iterator[str]:
+    """What the plan asks to keep less of, and does not come to here."""
+    plan, device = compiled.plan, _device_type(model) if mesh is None else mesh.device_type
+    if plan.save == SHARD and not compiled.sequence_parallel:
+        yield "save: shard keeps no less here: only under sequence parallelism are inputs gathered"
+    fused = [p.kernel for p in compiled.modules.values() if p.kernel is not None]
+    forms = {type(k.form) for k in fused if chosen(k.implementation, device)}
+    for word in plan.recompute:
+        if compiled.tp == 1 or forms.isdisjoint(_REMADE[word]):
+            yield (
+                f"recompute: {word}: nothing is made again here, as no fused kernel of that kind "
+                "runs in a sharded region"
+            )
 
 
 def plan_of(model: nn.Module) -> CompiledPlan | None:

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from tpplan.comm import Site, Stream, Transition, copy_in, gather_in
+from tpplan.comm import Site, Stream, Transition, gather_in
 from tpplan.comm.pace import left_to_compiler
 from tpplan.comm.pieces import Projecting, gather_products
 from tpplan.comm.placements import is_whole
-from tpplan.comm.products import Again, keep_rows, same_origin
+from tpplan.comm.products import Again, entered, keep_rows
 from tpplan.comm.stream import version_of
+from tpplan.compat import constant_in_graphs
 from tpplan.roles.projection import is_plain
 
 if TYPE_CHECKING:
     from tpplan.roles.lowered import Lowered
+
+
+@constant_in_graphs
+def _say_idle() -> None:
+    """Once for each graph, while it is traced."""
+    warnings.warn(
+        "save: shard keeps no less in a compiled graph, which decides itself what it keeps",
+        stacklevel=2,
+    )
 
 
 class Entry:
@@ -75,12 +86,12 @@ class Entry:
             if not is_whole(x):
                 x = x.redistribute(placements=[Replicate()])
             x = x.to_local()
-            return same_origin(copy_in(x, self.transition), x)
+            return entered(x, self.transition)
         if length is not None and not self.whole:
             if x.dim() <= stream.dim + 1:  # tokens without their batch: every rank's, one by one
                 return self._gathered(stream, x, 0, x.size(0) * self.transition.group.size)
             return self._gathered(stream, x, stream.dim, length)
-        return same_origin(copy_in(x, self.transition), x)
+        return entered(x, self.transition)
 
     def _cut(self, stream: Stream, x: torch.Tensor, dim: int) -> tuple[int, Sequence[Projecting]]:
         """Into how many pieces of its rows it is cut, and which products are made of them."""
@@ -114,7 +125,9 @@ class Entry:
             whole = gather_in(x, dim, length, self.transition, dtype)
         # other code may view it, as it could what it was given before
         whole = whole if self.projections else whole.contiguous()
-        if again is not None and not torch.compiler.is_compiling():
+        if stream.saves_rows and torch.compiler.is_compiling():
+            _say_idle()
+        elif again is not None:
             keep_rows(whole, x, again)
         return whole
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from tpplan import compat
 from tpplan.comm import Site
-from tpplan.comm.deferred import ACCOUNT
 from tpplan.roles.lowered import Lowered
 from tpplan.roles.parameters import Own, make
 
@@ -64,9 +63,6 @@ def hand_over_late(module: Lowered) -> None:
     for _, own in members_of(module):
         local = None if own.summed[0] else own.kept(0)
         if local is not None and local.grad_fn is not None:
-            account = getattr(local, ACCOUNT, None)
-            if account is not None:
-                account[0].clear()
             compat.run_after(local.grad_fn, stream.started if before is None else before)
             return
 
