@@ -81,9 +81,7 @@ def parallelize(
         return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs, ep)
 
     compiled = agreed(model, own, compile_here, {"prove": prove, "src_data_rank": src_data_rank})
-    if own is None or not any(own.get_coordinate() or ()):
-        for message in idle(model, compiled, own):
-            warnings.warn(message, stacklevel=2)
+    _warn_of_idle(model, compiled, own)
     if own is not None and tp * ep > 1:
         _warn(compiled, own)
         if prove:
@@ -250,6 +248,13 @@ def _warn(compiled: CompiledPlan, mesh: DeviceMesh | None) -> None:
             "it is run. To have it proved, add a call that comes to it to the list of inputs="
         )
         warnings.warn(message, stacklevel=3)
+
+
+def _warn_of_idle(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh | None) -> None:
+    """Of what the plan says that does nothing; on the first rank of a mesh."""
+    if mesh is None or not any(mesh.get_coordinate() or ()):
+        for message in idle(model, compiled, mesh):
+            warnings.warn(message, stacklevel=3)
 
 
 def suggest(
