@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tpplan.comm import collectives
+from tpplan.comm import collectives, products
 from tpplan.comm.placements import ranges_of
 from tpplan.comm.randomness import Randomness
 
@@ -47,6 +47,38 @@ def of_first_rank(real: Any) -> Any:
         return real(x, dim, replace(where, rank=0))
 
     return first
+
+
+def deferred_dropped(real: Any) -> Any:
+    """What was deferred is left out; small models defer as large ones do."""
+    products.WORTH = 0
+    return lambda self, grads: grads
+
+
+def deferred_twice(real: Any) -> Any:
+    products.WORTH = 0
+
+    def settle(self: Any, grads: Any) -> Any:
+        own = real(self, grads)
+        return [
+            g if g is None or g is before else g + g for g, before in zip(own, grads, strict=True)
+        ]
+
+    return settle
+
+
+def deferred_late(real: Any) -> Any:
+    """Of each parameter the one that was deferred in the pass before."""
+    products.WORTH = 0
+    kept: dict[int, Any] = {}
+
+    def settle(self: Any, grads: Any) -> Any:
+        own = list(real(self, grads))
+        before = kept.get(id(self))
+        kept[id(self)] = [None if g is None else g.clone() for g in own]
+        return own if before is None else before
+
+    return settle
 
 
 def reduce_out(real: Any) -> Any:

@@ -129,6 +129,11 @@ FAULTS = (
         "shared heads",
     ),
     Fault("local weights are stale after a step", "comm.gradients:_Localize.forward", to.copied),
+    Fault("deferred gradients are dropped", "comm.deferred:Account.settle", to.deferred_dropped),
+    Fault("deferred gradients count twice", "comm.deferred:Account.settle", to.deferred_twice),
+    Fault(
+        "deferred of one pass, given to the next", "comm.deferred:Account.settle", to.deferred_late
+    ),
     # comm: layouts, loss, stream, randomness
     Fault("rows of another rank are cut out", "layout:Rows.take", to.next_rank, "packed"),
     Fault("rows are put together in another order", "layout:Rows.put", to.put_reversed, "packed"),
@@ -193,7 +198,7 @@ FAULTS = (
         to.keys_for_values,
         "torch's attention",
     ),
-    Fault("what enters a region has no gradient sum", "roles.entry:copy_in", to.unsummed),
+    Fault("what enters a region has no gradient sum", "comm.products:copy_in", to.unsummed),
     Fault("no parameter is known to be summed", "rewrite.planned:Own", to.none_summed, "gpt sp"),
     # planner
     Fault("packed layers are cut as one", "planner.geometry:Geometry.rows", to.nothing(), "packed"),
