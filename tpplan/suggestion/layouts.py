@@ -72,13 +72,13 @@ class Layouts:
         return list(_distinct(found))[:_MOST]
 
     def left_whole(self, alone: bool) -> list[dict[str, Decision]]:
-        """On a rank's rows where that is right, else with the stream gathered.
+        """With the stream gathered, of single modules on a rank's rows first.
 
         Args:
             alone: whether no other region is in the module around it.
         """
         if alone and self.around and self.around != self.element.path:
-            return [{self.around: decision} for decision in (ON_ROWS, GATHERED, WHOLE)]
+            return [{self.around: decision} for decision in (GATHERED, WHOLE)]
         held = [path for path in self.region.everything() if path not in self.region.bare]
         return [dict.fromkeys(held, decision) for decision in (ON_ROWS, GATHERED, WHOLE)]
 
