@@ -27,7 +27,6 @@ from tpplan.suggestion.text import rule_text, rules_from
 _ROUNDS = 24
 _SECONDS = 60.0
 """How long is searched: an error need not wait for more."""
-_HOLDS = "With that the plan holds"
 
 
 @dataclass(frozen=True)
@@ -273,10 +272,11 @@ def _with(diagnostics: Sequence[Diagnostic], edits: Sequence[Edit]) -> list[Diag
         else:
             told.setdefault(at or 0, []).append(str(edit))
     for at, texts in told.items():
-        hint = f"did you mean {', and '.join(texts)}? {_HOLDS}"
+        hint = f"did you mean {', and '.join(texts)}? With that the plan holds"
         found[at] = replace(found[at], hint=hint)
     if not told:
-        notes[-1] = (f"{notes[-1][0]} {_HOLDS}", notes[-1][1])
+        text, place = notes[-1]
+        notes[-1] = (f"{text} With that the plan holds", place)
     found[0] = replace(found[0], related=(*found[0].related, *notes))
     return found
 
