@@ -16,6 +16,7 @@ from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.language.styles import ROWS
 from tpplan.models import RUNNABLE, ModelError, made_runnable
 from tpplan.planner import compile_plan
+from tpplan.planner.known import Known
 from tpplan.proof import Verification, VerificationError, verify
 from tpplan.styles import named
 from tpplan.suggestion.draft import Decision
@@ -94,9 +95,10 @@ def _found(model: nn.Module, task: Task, told: Say) -> Suggestion:
     told("proving the whole of it")
     modes = (True, False) if not search.without else (False,)
     plan = plan_from(written(chosen.decisions, names, chosen.keys)[0])
+    known = Known()
     for mode in modes:
         if folds:  # equal layers are proved once, and the whole of it compiled
-            compile_plan(model, plan, tp, mode, inputs=inputs)
+            compile_plan(model, plan, tp, mode, inputs=inputs, known=known)
             search.on(short).prove(chosen.decisions, mode)
         else:
             examine(model, plan, tp, mode, inputs)

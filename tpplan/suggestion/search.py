@@ -50,6 +50,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.names = Names(self.model)
+        self.proved: set[tuple[str, bool]] = set()
         self.known = {*self.names.modules.values(), *self.names.tensors}
         self.held = {name: p.numel() for name, p in self.model.named_parameters()}
 
@@ -104,15 +105,18 @@ class Search:
         return self if model is self.model else replace(self, model=model)
 
     def prove(self, decisions: Mapping[str, Decision], sequence_parallel: bool) -> None:
-        """Compile decisions and run them on simulated ranks.
+        """Compile decisions and run them on simulated ranks, once.
 
         Raises:
             PlanError: where either refuses them.
         """
         kept = {path: d for path, d in decisions.items() if path in self.known}
         text, self.where = written(kept, self.names, self.keys)
+        if (text, sequence_parallel) in self.proved:
+            return
         self.tried += 1
         examine(self.model, plan_from(text), self.tp, sequence_parallel, self.inputs)
+        self.proved.add((text, sequence_parallel))
 
     def with_little_whole(
         self, share: float, most: int
