@@ -255,10 +255,9 @@ class Layouts:
 
     def _entered(self, base: Mapping[str, Decision]) -> Iterator[dict[str, Decision]]:
         """The stream enters where code of the module around multiplies by its own parameters."""
-        around, bare = self.around, self.region.bare
-        if bare and around and not self.shapes.attends and around not in base:
-            if around != self.element.path:
-                yield {around: Decision(ATTENTION.name)}
+        around, inner = self.around, self.around and self.around != self.element.path
+        if inner and self.region.bare and not self.shapes.attends and around not in base:
+            yield {around: Decision(ATTENTION.name)}
 
     def _kv(self, total: int) -> object:
         return total // 2 // self.shapes.head_dim if self.shapes.head_dim else "heads"
