@@ -38,9 +38,9 @@ WHY = """Why some are worse:
   qwen3_next, qwen3_5, minimax, bailing_hybrid, recurrent_gemma, olmo_hybrid and others): parameters
   that code multiplies by itself, sums that a region goes on with, and parts of unequal width are in
   no region that is searched. These layers are left whole, what is beside them is sharded.
-- glm_moe_dsa, axk2: a row is of before indices were no longer followed to what chose them, with
-  which deepseek_v32 is as the shipped plan has it.
-- lfm2_moe, lfm3: rows of before short convolutions were searched; lfm2 has them now.
+- axk2: its attention is left whole, and its indexer then works on part of the sequence.
+- lfm3: a row of before short convolutions were searched; lfm2 and lfm2_moe have them now.
+- cpmant, musicgen_melody: rows of before their suggested plans were shipped.
 - diffllama: a head of one half works with one of the other; two halves of q, k and v are not tried.
 - doge: with its attention left whole the numbers overflow in the proof of the rest, and nothing is
   left.
