@@ -221,16 +221,34 @@ def check(
     *,
     ep: int = 1,
     inputs: Any = None,
+    propose: bool = False,
+    told: Callable[[str], None] = lambda _: None,
 ) -> CompiledPlan:
     """Everything ``parallelize`` checks, without ranks and without touching the model.
 
     Args:
         ep: how many times as many ranks, with other batches, share the experts of a mixture.
+        propose: whether, of a plan that is refused, the rules are looked for that would be right
+            in the place of its own, for up to a minute; ``told`` is told what is being done.
 
     Raises:
-        PlanError: with every problem found.
+        PlanError: with every problem found, and what is proposed.
     """
     loaded = _plan_for(model, plan, tp, inputs)
+    try:
+        return _checked(model, loaded, tp, sequence_parallel, ep, inputs)
+    except PlanError as error:
+        if not propose or ep > 1:
+            raise
+        from tpplan.suggestion import mended
+
+        found = mended(model, loaded, error, tp, sequence_parallel, inputs, told)
+        raise found from error.__cause__
+
+
+def _checked(
+    model: nn.Module, loaded: Plan, tp: int, sequence_parallel: bool | None, ep: int, inputs: Any
+) -> CompiledPlan:
     compiled = compile_plan(model, loaded, tp, sequence_parallel, inputs=inputs, ep=ep)
     if tp * ep > 1:
         _warn(compiled, None)

@@ -265,7 +265,7 @@ def _check(args: argparse.Namespace) -> int:
         model, inputs = build(args.model), inputs_of(args.input)
         progress.say(f"proving {args.plan} on it at tp {args.tp}")
         how = args.plan, args.tp, args.sequence_parallel
-        compiled = check(model, *how, ep=args.ep, inputs=inputs)
+        compiled = check(model, *how, ep=args.ep, inputs=inputs, propose=True, told=progress.say)
     mode = "TP+SP" if compiled.sequence_parallel else "TP"
     print(f"{compiled.plan.name}: fits this model at tp {args.tp}, {mode}")
     return FINE

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpplan.language import Diagnostic, Pattern, Plan, PlanError, load, parse_mapping
+from tpplan.language import Diagnostic, Pattern, Plan, PlanError, as_written, load, parse_mapping
 from tpplan.language.styles import WHOLE
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _renamed(plan: Plan, old: str, new: str, paths: list[str]) -> dict[str, Any]
         text = rule.pattern.text
         text = new + text.removeprefix(old) if text.startswith(old) else text
         if any(map(Pattern(text).matches, paths)):
-            rules[text] = {"style": rule.style, **_plain(rule.options)}
+            rules[text] = {"style": rule.style, **as_written(rule.options)}
         elif "*" in text and not rule.optional:
             return None
     return rules
@@ -142,12 +142,3 @@ def _leave_whole(model: nn.Module, rules: dict[str, Any]) -> None:
         if not around and not inside and any(p.dim() > 1 for p in module.parameters()):
             rules[path] = WHOLE
             spoken.append(path)
-
-
-def _plain(value: Any) -> Any:
-    """An option's value as a plan file has it."""
-    if isinstance(value, Mapping):
-        if "sizes" in value:  # parts that are told with how large each is
-            return {k: _plain(n) for k, n in zip(value["parts"], value["sizes"], strict=True)}
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -35,6 +35,22 @@ class Zig(nn.Module):
         return x + self.a2(heads.transpose(1, 2).reshape(batch, length, -1)) + mixed
 
 
+class Short(nn.Module):
+    """A short convolution between two gates, whose code reads another module's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d0, self.d1 = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.d2 = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, bias=False)
+        self.d3 = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before, after, y = self.d1(self.d0(x)).transpose(1, 2).chunk(3, 1)
+        padded = F.pad(before * y, (2, 0))
+        mixed = F.conv1d(padded, self.d2.weight, groups=padded.shape[1])
+        return x + self.d3((after * mixed).transpose(1, 2))
+
+
 class Sorted(nn.Module):
     """An MLP whose inner columns are sorted: no rank could do that with its own."""
 

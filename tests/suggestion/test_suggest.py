@@ -15,7 +15,7 @@ import tpplan
 from tests.gpt import GPT
 from tests.models import hf
 from tests.ranks import Ranks
-from tests.suggestion.odd import Model, Sorted, Zag
+from tests.suggestion.odd import Model, Short, Sorted, Zag
 from tpplan.cli import main
 from tpplan.language import Pattern
 from tpplan.suggestion import Suggestion, explained, find
@@ -76,6 +76,15 @@ def test_nothing_hangs_on_names() -> None:
     assert verified(model, plan) < 0.56
     # the embedding, and one for each layer: its attention and MLP are reduced together
     assert tpplan.verify(model, plan, 2).counts["forward"]["all_reduce"] == 3
+
+
+def test_a_short_convolution_of_channels() -> None:
+    model = Model(Short)
+    plan = tpplan.suggest(model, 2)
+    found = rules(plan)
+    assert found["m1.*.d1"] == {"style": "colwise", "packed": ["part1", "part2", "part3"]}
+    assert found["m1.*.d2.weight"] == "colwise"
+    assert verified(model, plan) < 0.54
 
 
 def test_what_cannot_be_sharded_is_whole_with_the_reason() -> None:

@@ -17,4 +17,5 @@ from tpplan.language.patterns import PatternError as PatternError
 from tpplan.language.plan import FrozenMap as FrozenMap
 from tpplan.language.plan import Plan as Plan
 from tpplan.language.plan import Rule as Rule
+from tpplan.language.plan import as_written as as_written
 from tpplan.language.schema import schema as schema

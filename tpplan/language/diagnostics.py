@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SNIPPET_WIDTH = 100
 QUOTE_LIMIT = 80
@@ -56,12 +56,17 @@ class Position:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One problem: what is wrong, where, what to do, and the other places it has to do with."""
+    """One problem: what is wrong, where, what to do, and the other places it has to do with.
+
+    Attributes:
+        about: the paths in the model that it is about, where these are known.
+    """
 
     message: str
     position: Position | None = None
     hint: str | None = None
     related: tuple[tuple[str, Position], ...] = ()
+    about: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def render(self) -> str:
         """The problem as text, with the offending lines."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tpplan.language.diagnostics import Diagnostic, PlanError, Position, did_you_mean
 from tpplan.language.patterns import Pattern
@@ -122,3 +122,13 @@ def _require(word: str | None, choices: tuple[str, ...], refusal: str) -> None:
     if word is not None and word not in choices:
         hint = did_you_mean(word, choices, f"there is {' and '.join(choices)}")
         raise PlanError([Diagnostic(f"{refusal} '{word}'", hint=hint)])
+
+
+def as_written(value: Any) -> Any:
+    """An option's value as a plan file has it."""
+    if isinstance(value, Mapping):
+        if "sizes" in value:  # parts that are told with how large each is
+            parts = zip(value["parts"], value["sizes"], strict=True)
+            return {name: as_written(size) for name, size in parts}
+        return {key: as_written(item) for key, item in value.items()}
+    return [as_written(item) for item in value] if isinstance(value, tuple | list) else value

@@ -144,7 +144,8 @@ class Causes:
         if rule is None:
             return None
         alike = [path for path in self.rules if self.rules[path] is rule]
-        return Diagnostic(f"{fold(alike)}: {rule.style}: {message}", rule.position, hint)
+        message = f"{fold(alike)}: {rule.style}: {message}"
+        return Diagnostic(message, rule.position, hint, about=tuple(alike))
 
 
 def led(cause: Diagnostic, rest: Iterable[Diagnostic]) -> Diagnostic:

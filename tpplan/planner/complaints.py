@@ -42,7 +42,9 @@ class Complaints:
         position = self.position_of("rules:") if rule is None else rule.position
         if rule is not None:
             position = rule.option_positions.get(option, position)
-        self.wrong.append(Diagnostic(f"{fold(paths)}: {message}", position, hint, related))
+        about = tuple(paths)
+        found = Diagnostic(f"{fold(about)}: {message}", position, hint, related, about)
+        self.wrong.append(found)
 
     def position_of(self, key: str) -> Position:
         """Where a top-level key of the plan is: the place for what no rule is to blame for."""

@@ -266,7 +266,7 @@ def _failed(compiled: CompiledPlan, path: str, error: Exception) -> PlanError:
     message = f"{where}the rewritten model fails on {ranks} ranks: {type(error).__name__}: {text}"
     hint = "'tpplan explain' says what was inferred; see also docs/proved.md"
     place = stopped_at(place_of(error))
-    return PlanError([Diagnostic(message, rule.position, hint, place)])
+    return PlanError([Diagnostic(message, rule.position, hint, place, (path,))])
 
 
 def _departed(
@@ -313,4 +313,4 @@ def _departed(
         "its code does with a rank's part what needs the whole, or the plan cuts it otherwise than "
         f"the code does; leave it out of the plan, or say '{REPLICATE.name}'; see docs/proved.md"
     )
-    return PlanError([Diagnostic(message, rule.position, hint)])
+    return PlanError([Diagnostic(message, rule.position, hint, about=(path,))])

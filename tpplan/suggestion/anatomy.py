@@ -83,7 +83,7 @@ class _Builder:
         order = {path: i for i, (path, _) in enumerate(self.model.named_modules())}
         slots = sorted(
             self.slots.values(),
-            key=lambda s: min(order.get(_owner(p, order), 0) for p in _paths(s)),
+            key=lambda s: min(order.get(_owner(p, order), 0) for p in s.paths),
         )
         return Anatomy(tuple(slots), inside)
 
@@ -199,7 +199,7 @@ class _Builder:
             known = next((o for o in owners if o in self.taken and o in self.units.kinds), None)
             if known is None or len(names) < 2:
                 continue
-            slot = next(s for s in self.slots.values() if known in _paths(s))
+            slot = next(s for s in self.slots.values() if known in s.paths)
             variants = [next(iter(v.values())) for v in slot.variants if len(v)]
             if slot.region:
                 continue
@@ -207,7 +207,7 @@ class _Builder:
                 module = self.model.get_submodule(owner)
                 alike = isinstance(module, nn.Embedding | nn.Linear)
                 path = owner if alike or owner in self.units.kinds else name
-                if path in self.taken and path not in _paths(slot):
+                if path in self.taken and path not in slot.paths:
                     self._merge(slot, path)
                 elif path not in self.taken:
                     key = next(k for k, s in self.slots.items() if s is slot)
@@ -215,7 +215,7 @@ class _Builder:
 
     def _merge(self, slot: Slot, path: str) -> None:
         """One slot of two whose modules share a parameter."""
-        key, other = next((k, s) for k, s in self.slots.items() if path in _paths(s))
+        key, other = next((k, s) for k, s in self.slots.items() if path in s.paths)
         own = next(k for k, s in self.slots.items() if s is slot)
         if other.region:
             return
@@ -306,10 +306,6 @@ def _unstarred(role: str, element: str) -> str:
         at = next(i for i, step in enumerate(element.split(".")) if step.isdigit())
         steps[at] = element.split(".")[at]
     return ".".join(steps)
-
-
-def _paths(slot: Slot) -> set[str]:
-    return {path for paths in slot.members.values() for path in paths}
 
 
 def _owner(path: str, order: Mapping[str, int]) -> str:

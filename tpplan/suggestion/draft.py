@@ -30,7 +30,7 @@ Variant = Mapping[str, Decision]
 """The decisions for the roles of a slot; a role without one has no rule."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """Modules that are decided on together, in all layers where they are alike.
 
@@ -63,6 +63,11 @@ class Slot:
     def left_whole(self) -> bool:
         """Whether it is a region of which no way to shard it was taken."""
         return 0 < self.sharded <= self.at
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """All that it may have rules for."""
+        return frozenset(path for held in self.members.values() for path in held)
 
     @property
     def variant(self) -> Variant:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +16,14 @@ from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.language.styles import ROWS
 from tpplan.models import RUNNABLE, ModelError, made_runnable
 from tpplan.planner import compile_plan
-from tpplan.planner.match import Matches
+from tpplan.planner.known import Known
 from tpplan.proof import Verification, VerificationError, verify
-from tpplan.simulate.folding import Fold, find_folds, shortened_model
 from tpplan.styles import named
-from tpplan.suggestion.anatomy import Anatomy, anatomy_of
 from tpplan.suggestion.draft import Decision
 from tpplan.suggestion.patterns import Names
 from tpplan.suggestion.search import Say, Search, examine, size_of
+from tpplan.suggestion.short import shortened, stand_in
 from tpplan.suggestion.text import plan_from, written
-from tpplan.suggestion.traced import trace_of
 from tpplan.suggestion.weigh import Candidate, Task, weighed
 from tpplan.version import __version__
 
@@ -87,8 +85,8 @@ def find(
 def _found(model: nn.Module, task: Task, told: Say) -> Suggestion:
     tp, inputs = task.tp, task.inputs
     told("tracing the model")
-    folds, short, anatomy = _anatomy(model, inputs)
-    search = Search(_stand_in(model, short, anatomy, inputs), anatomy, tp, inputs, told)
+    folds, short, anatomy = shortened(model, inputs)
+    search = Search(stand_in(model, short, anatomy, inputs), anatomy, tp, inputs, told)
     search.run()
     if not any(slot.region and not slot.left_whole for slot in anatomy.slots):
         raise _nothing(search)
@@ -97,9 +95,10 @@ def _found(model: nn.Module, task: Task, told: Say) -> Suggestion:
     told("proving the whole of it")
     modes = (True, False) if not search.without else (False,)
     plan = plan_from(written(chosen.decisions, names, chosen.keys)[0])
+    known = Known()
     for mode in modes:
         if folds:  # equal layers are proved once, and the whole of it compiled
-            compile_plan(model, plan, tp, mode, inputs=inputs)
+            compile_plan(model, plan, tp, mode, inputs=inputs, known=known)
             search.on(short).prove(chosen.decisions, mode)
         else:
             examine(model, plan, tp, mode, inputs)
@@ -121,54 +120,6 @@ def _nothing(search: Search) -> PlanError:
     message = "no part of the model was found that can be sharded"
     hint = "write a plan, or change what the code does there; see the language's page"
     return PlanError([Diagnostic(message, hint=hint), *found])
-
-
-def _anatomy(model: nn.Module, inputs: Any) -> tuple[Sequence[Fold], nn.Module, Anatomy]:
-    """How a large model is folded, what is left of it, and the anatomy of the whole."""
-    folds = find_folds(model, Matches({}, {}, (), {})) if size_of(model) > RUNNABLE else ()
-    if folds:
-        short = shortened_model(model, dict.fromkeys(folds, 0))
-        try:
-            return folds, short, _unfolded(anatomy_of(short, trace_of(short, inputs)), folds, model)
-        except PlanError:
-            pass  # its code may count what was left out
-    return (), model, anatomy_of(model, trace_of(model, inputs))
-
-
-def _unfolded(anatomy: Anatomy, folds: Sequence[Fold], model: nn.Module) -> Anatomy:
-    """The anatomy of the model from that of one with few of equal layers."""
-    copies: dict[str, list[str]] = {}
-    for path in Names(model).places:
-        copies.setdefault(_source(path, folds), []).append(path)
-    for slot in anatomy.slots:
-        slot.members = {
-            role: tuple(copy for path in paths for copy in copies[path])
-            for role, paths in slot.members.items()
-        }
-    elements = tuple(copy for path in anatomy.elements for copy in copies[path])
-    return replace(anatomy, elements=elements)
-
-
-def _source(path: str, folds: Sequence[Fold]) -> str:
-    """The path in the short model of what stands for a module or a parameter."""
-    for fold in folds:
-        if path.startswith(f"{fold.stack}."):
-            number, dot, rest = path[len(fold.stack) + 1 :].partition(".")
-            return f"{fold.stack}.{fold.source(int(number))}{dot}{rest}"
-    return path
-
-
-def _stand_in(model: nn.Module, short: nn.Module, anatomy: Anatomy, inputs: Any) -> nn.Module:
-    """What plans are tried on: of a large model the same code made small, if that has it all."""
-    if size_of(short) <= RUNNABLE or inputs is not None:
-        return short
-    try:
-        small, _ = made_runnable(model)
-        same = anatomy_of(small, trace_of(small, None, again=False))
-    except (ModelError, PlanError):
-        return short
-    told = {slot.name: slot.variants for slot in anatomy.slots}
-    return small if told == {slot.name: slot.variants for slot in same.slots} else short
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ _FUSED = ("_attention", "_attention_for_cpu")
 _HALVES = ("gate", "up")
 _BLOCKS = (4, 2, 8)
 _MOST = 24
+_WIDEST = 5
 WHOLE = Decision(REPLICATE.name)
 GATHERED = Decision(REPLICATE.name, {"input": "gather"})
 ON_ROWS = Decision(SEQUENCE_PARALLEL.name)
@@ -68,17 +69,18 @@ class Layouts:
         bases = list(self._bases())
         for base, packed in itertools.product(bases, self._packings()):
             found.append({**base, **packed})
+            found += [{**base, **packed, **entered} for entered in self._entered(base)]
             found += [{**base, **packed, **stated} for stated in self._stated(packed)]
         return list(_distinct(found))[:_MOST]
 
     def left_whole(self, alone: bool) -> list[dict[str, Decision]]:
-        """On a rank's rows where that is right, else with the stream gathered.
+        """With the stream gathered, of single modules on a rank's rows first.
 
         Args:
             alone: whether no other region is in the module around it.
         """
         if alone and self.around and self.around != self.element.path:
-            return [{self.around: decision} for decision in (ON_ROWS, GATHERED, WHOLE)]
+            return [{self.around: decision} for decision in (GATHERED, WHOLE)]
         held = [path for path in self.region.everything() if path not in self.region.bare]
         return [dict.fromkeys(held, decision) for decision in (ON_ROWS, GATHERED, WHOLE)]
 
@@ -234,7 +236,7 @@ class Layouts:
         if not shapes.width or total <= shapes.width // 4:
             return []
         if not shapes.attends:
-            return [list(_HALVES)] if total == 2 * shapes.width else []
+            return _parts(total, shapes.width)
         if total <= shapes.width and len(self.region.columns) != 2:
             return []
         if len(self.region.columns) > 1:  # queries of their own, or keys and values of each
@@ -250,6 +252,12 @@ class Layouts:
         first = [*repeated, *plain] if seen and len(seen[0]) > 2 else [*plain, *repeated]
         blocks = [{"parts": ["q", "v", "k"], "repeat": n} for n in _BLOCKS]
         return [*first, *blocks] if rest == 2 * shapes.width else first
+
+    def _entered(self, base: Mapping[str, Decision]) -> Iterator[dict[str, Decision]]:
+        """The stream enters where code of the module around multiplies by its own parameters."""
+        around, inner = self.around, self.around and self.around != self.element.path
+        if inner and self.region.bare and not self.shapes.attends and around not in base:
+            yield {around: Decision(ATTENTION.name)}
 
     def _kv(self, total: int) -> object:
         return total // 2 // self.shapes.head_dim if self.shapes.head_dim else "heads"
@@ -314,6 +322,14 @@ class Layouts:
         module = self.model.get_submodule(self.around)
         names = [name for name, n in integers(vars(module)).items() if n == number]
         return names[0] if len(names) == 1 else number
+
+
+def _parts(total: int, width: int) -> list[object]:
+    """Equal parts that columns may lie in side by side, each as wide as the result."""
+    many, rest = divmod(total, width)
+    if rest or not 1 < many <= _WIDEST:
+        return []
+    return [list(_HALVES) if many == 2 else [f"part{n + 1}" for n in range(many)]]
 
 
 def _other(decision: Decision) -> Decision:

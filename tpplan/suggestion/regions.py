@@ -112,6 +112,12 @@ def mixing(model: nn.Module, trace: Trace, op: Op) -> str | None:
     return path if bare and path and not isinstance(module, DROPOUT) else None
 
 
+def _shaped(op: Op) -> bool:
+    """Whether what it gives has the shape of what it is given, and none of its numbers."""
+    name = op.name.removeprefix("aten.").split(".")[0]
+    return name.endswith("_like") or name.startswith("new_")
+
+
 class Reader:
     """Reads one call of an element, op by op."""
 
@@ -206,7 +212,8 @@ class Reader:
         met: set[str] = set()
         while pending:
             number = pending.pop()
-            if number in seen:
+            # what is chosen by numbers, as indices and masks are, has no gradient to them
+            if number in seen or number not in self.trace.floating:
                 continue
             seen.add(number)
             if number in self.maker:
@@ -214,6 +221,8 @@ class Reader:
             elif number in self.trace.parameters:
                 met.add(self.trace.parameters[number])
             for op in self.by.get(number, ()):
+                if _shaped(op):
+                    continue
                 unit = self.units.around(op, self.call)
                 if unit is not None and unit == self.maker.get(number):
                     continue  # what is added in place goes on

@@ -50,6 +50,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.names = Names(self.model)
+        self.proved: set[tuple[str, bool]] = set()
         self.known = {*self.names.modules.values(), *self.names.tensors}
         self.held = {name: p.numel() for name, p in self.model.named_parameters()}
 
@@ -62,7 +63,7 @@ class Search:
         # what is left whole is held whole where it is tried, for which a model can be too large
         for slot in self.anatomy.slots if size_of(self.model) <= RUNNABLE else ():
             if slot.region:
-                self._settle_alone(slot)
+                self.settle_alone(slot)
         self._settle(False)
         self._go_back(False)
         before = [slot.at for slot in self.anatomy.slots]
@@ -104,15 +105,18 @@ class Search:
         return self if model is self.model else replace(self, model=model)
 
     def prove(self, decisions: Mapping[str, Decision], sequence_parallel: bool) -> None:
-        """Compile decisions and run them on simulated ranks.
+        """Compile decisions and run them on simulated ranks, once.
 
         Raises:
             PlanError: where either refuses them.
         """
         kept = {path: d for path, d in decisions.items() if path in self.known}
         text, self.where = written(kept, self.names, self.keys)
+        if (text, sequence_parallel) in self.proved:
+            return
         self.tried += 1
         examine(self.model, plan_from(text), self.tp, sequence_parallel, self.inputs)
+        self.proved.add((text, sequence_parallel))
 
     def with_little_whole(
         self, share: float, most: int
@@ -137,30 +141,32 @@ class Search:
 
     def _size(self, slot: Slot) -> int:
         """How many numbers its parameters have."""
-        paths = {path for held in slot.members.values() for path in held}
+        paths = slot.paths
         return sum(n for name, n in self.held.items() if {name, name.rpartition(".")[0]} & paths)
 
     # --- one region
 
-    def _settle_alone(self, slot: Slot) -> None:
-        """The first variant of a region that is proved where all else is whole."""
+    def settle_alone(self, slot: Slot) -> None:
+        """Go to the first variant of a region that is proved where all else is whole."""
         self.say(f"trying {slot.name}")
-        paths = {path for held in slot.members.values() for path in held}
-        others: dict[str, Decision] = {}
+        others = self.others(slot)
+        while True:
+            error = self._refused({**others, **slot.decisions()}, False)
+            if error is None or not slot.advance(first_line(error)):
+                return
+
+    def others(self, slot: Slot) -> dict[str, Decision]:
+        """All but a region, whole."""
+        found: dict[str, Decision] = {}
         for other in self.anatomy.slots:
             if other is not slot and other.stacked:
-                others.update(other.decisions())  # experts that are whole hang on numbers
+                found.update(other.decisions())  # experts that are whole hang on numbers
             elif other is not slot:
                 # of what is around them, which may be around this one too, nothing is said
                 roles = [r for r, d in other.variants[0].items() if not named(d.style).heads]
                 held = {p for role in roles or other.variants[-1] for p in other.members[role]}
-                others.update(dict.fromkeys(held - paths, WHOLE))
-        while True:
-            error = self._refused({**others, **slot.decisions()}, False)
-            if error is None:
-                return
-            if not slot.advance(first_line(error)):
-                return
+                found.update(dict.fromkeys(held - slot.paths, WHOLE))
+        return found
 
     # --- all of them
 
@@ -207,7 +213,7 @@ class Search:
 
     def _is_outside(self, slot: Slot) -> bool:
         inside = tuple(f"{path}." for path in self.anatomy.elements)
-        return not any(p.startswith(inside) for held in slot.members.values() for p in held)
+        return not any(path.startswith(inside) for path in slot.paths)
 
     def _slots_of(self, paths: Iterable[str]) -> list[Slot]:
         wanted = set(paths)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import yaml
 
-from tpplan.language import Plan
+from tpplan.language import Plan, Rule
 from tpplan.language.parse import parse
 from tpplan.language.styles import VERSION
 from tpplan.suggestion.draft import Decision
@@ -52,6 +52,17 @@ def written(
 def plan_from(text: str) -> Plan:
     """The plan of a text."""
     return parse(text, _NAME)
+
+
+def rule_text(pattern: str, decision: Decision) -> str:
+    """A rule as a line of a plan."""
+    return f"{_key(pattern)}: {_rule(decision)}"
+
+
+def rules_from(lines: Iterable[tuple[str, Decision]]) -> tuple[Rule, ...]:
+    """The rules of such lines."""
+    told = "".join(f"  {rule_text(text, decision)}\n" for text, decision in lines)
+    return plan_from(f"tpplan: {VERSION}\nrules:\n{told}").rules if told else ()
 
 
 def _rule(decision: Decision) -> str:
