@@ -39,6 +39,7 @@ ABOVE_THE_FLOOR = {
     "t5.yaml": "the encoder's output is gathered, once for all layers and once for the caller",
     "bart.yaml": "the encoder's output is gathered, once for all layers and once for the caller",
     "whisper.yaml": "as bart.yaml; what is before the first layer stays whole",
+    "cpmant.yaml": "the prompt is cut off the whole sequence; a bias is given for all heads",
     "ctrl.yaml": "what is before the first layer stays whole",
     "phi4_multimodal.yaml": "what is before the first layer stays whole",
     "big_bird": "the first token is picked out of the whole sequence for the pooler",

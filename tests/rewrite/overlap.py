@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,22 +21,12 @@ from tests.compare import Errors, Findings, compare_gradients
 from tests.models import VOCAB
 from tests.rewrite.blocks import PLAN, Layer, Model
 from tpplan import compat
-from tpplan.comm import products
 from tpplan.comm.deferred import Deferred
+from tpplan.comm.products import deferring
 from tpplan.simulate.recorder import KINDS, Recorder
 
 NEVER = 1 << 62
 LENGTHS = ((1, 8), (3, 7))
-
-
-@contextlib.contextmanager
-def worth(least: int) -> Iterator[None]:
-    """From so many multiplications on, gradients are deferred."""
-    before, products.WORTH = products.WORTH, least
-    try:
-        yield
-    finally:
-        products.WORTH = before
 
 
 def objective(model: Any, batch: int, length: int) -> torch.Tensor:
@@ -83,9 +72,9 @@ def bitwise_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
     found = Findings()
     model = sharded(name, mesh, sp)
     for batch, length in LENGTHS:
-        with worth(NEVER):
+        with deferring(NEVER):
             due = step(model, batch, length)
-        with worth(0):
+        with deferring(0):
             got = step(model, batch, length)
         found.add(f"{batch} x {length}", 0.0 if not differing(due, got) else 1.0)
     return found.errors
@@ -143,7 +132,7 @@ def order_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
     found = Findings()
     model = sharded("llama", mesh, sp, save)
     step(model, 1, 8)
-    with worth(0), Order() as order:
+    with deferring(0), Order() as order:
         logits = model(input_ids=torch.arange(8)[None], use_cache=False).logits
         del order.bare[:]
         logits.sum().backward()
@@ -158,7 +147,7 @@ def events_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
     """What may happen to a backward pass; each time the gradients are those of a fresh one."""
     found = Findings()
     model: Any = sharded("llama", mesh, sp, save)
-    with worth(0):
+    with deferring(0):
         due = step(model, 2, 8)
 
         class Stop(Exception):
@@ -214,7 +203,7 @@ def autocast_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
     model = sharded("llama", mesh, sp, save)
     grads = []
     for least in (NEVER, 0):
-        with worth(least), torch.autocast("cpu", torch.bfloat16):
+        with deferring(least), torch.autocast("cpu", torch.bfloat16):
             grads.append(step(model, 2, 8))
     found.add("bfloat16", float(bool(differing(*grads))))
     return found.errors
@@ -224,7 +213,7 @@ def recomputed_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
     """Both activation checkpointings, bit for bit as without."""
     found = Findings()
     model: Any = sharded("llama", mesh, sp, save)
-    with worth(0):
+    with deferring(0):
         due = step(model.train(), 2, 8)
         for reentrant in (False, True):
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -251,7 +240,7 @@ def copied_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
     """Two copies in turns, each with a backward of the other in between."""
     found = Findings()
     model: Any = sharded("llama", mesh, sp, save)
-    with worth(0):
+    with deferring(0):
         due = step(model, 2, 8)
         twin = copy.deepcopy(model)
         found.add("a copy", float(bool(differing(due, step(twin, 2, 8)))))
@@ -277,7 +266,7 @@ def remade_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
                 recompute=recompute,
                 prove=False,
             )
-            with worth(0):
+            with deferring(0):
                 grads.append(step(model, 2, 7))
     for i, got in enumerate(grads[1:], 1):
         found.add(f"way {i}", float(bool(differing(grads[0], got))))
@@ -306,7 +295,7 @@ def origin_job(mesh: DeviceMesh, sp: bool) -> Errors:
     options["recompute"] = ("norms", "activations")
     reference = Model(count=1).float()
     model = tpplan.parallelize(copy.deepcopy(reference), PLAN, mesh=mesh, **options)
-    with worth(0), sdpa_kernel(SDPBackend.MATH):
+    with deferring(0), sdpa_kernel(SDPBackend.MATH):
         for m in (reference, model):
             grads = torch.autograd.grad(weighed(m), list(m.parameters()), create_graph=True)
             penalty: Any = torch.stack([full_of(g.square().sum()) for g in grads]).sum()
@@ -321,7 +310,7 @@ def origin_job(mesh: DeviceMesh, sp: bool) -> Errors:
     rules["model.layers.*.norm"] = rules.pop("model.layers.*.{norm,norm2}")
     plan = {**PLAN, "rules": rules}
     model = tpplan.parallelize(copy.deepcopy(reference), plan, mesh=mesh, **options)
-    with worth(0):
+    with deferring(0):
         for m in (reference, model):
             weighed(m).backward()
     found.add("changed in place since", compare_gradients(reference, model))
@@ -338,7 +327,7 @@ def left_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
     found = Findings()
     model: Any = sharded("llama", mesh, sp, save)
     left = []
-    with worth(0):
+    with deferring(0):
         for _ in range(3):
             loss = objective(model, 2, 8)
             torch.autograd.grad(loss, [model.model.layers[1].mlp.up_proj.weight])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,20 @@ WORTH = 1 << 24
 _ROWS = "_tpplan_rows"
 READY = "_tpplan_ready"
 _MADE = "_tpplan_made"
+
+
+@contextlib.contextmanager
+def deferring(least: int) -> Iterator[None]:
+    """Within it, gradients of products of so many multiplications are deferred, or more.
+
+    In all threads; not while a model is trained.
+    """
+    global WORTH
+    before, WORTH = WORTH, least
+    try:
+        yield
+    finally:
+        WORTH = before
 
 
 class _Once:

@@ -34,9 +34,11 @@ def floor_of(reference: Reference, compiled: CompiledPlan) -> Mapping[str, Mappi
     blocks = len({m.together or (m.path,) for m in rows})
     # a tied table that only holds the weight of others looks nothing up
     vocabs = [m for m in modules if named(m.style).vocabulary and m.path in reference.called]
-    found = (reference.model.get_submodule(m.path) for m in vocabs)
-    tables = sum(isinstance(module, nn.Embedding) for module in found)
-    heads = len(vocabs) - tables
+    found = [m for m in vocabs if isinstance(reference.model.get_submodule(m.path), nn.Embedding)]
+    tables = len(found)
+    # those of one input (a head for each codebook) are entered together
+    rest = (m for m in vocabs if m not in found)
+    heads = len({m.boundaries[0].number if m.boundaries else m.path for m in rest})
     if compiled.tp == 1:  # none but those of ep
         blocks = tables = heads = scattered = 0
     if compiled.sequence_parallel:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from tpplan.comm import chunk
-from tpplan.compat import simulate
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Rule
 from tpplan.layout import Rows
@@ -26,6 +25,7 @@ from tpplan.proof.ranks import (
     places_of,
     relative,
     results,
+    simulated,
     whole,
 )
 from tpplan.proof.step import share
@@ -73,7 +73,7 @@ def first_divergence(reference: Reference, compiled: CompiledPlan) -> Divergence
         return found or _in_gradients(reference.on(place), model, expected[place])
 
     expected = [seen(copy.deepcopy(reference.model), place) for place in range(compiled.ep)]
-    found = simulate(compiled.tp, on_rank, compiled.ep)
+    found = simulated(compiled, on_rank)
     return min((f for f in found if f is not None), key=lambda f: f[0], default=(0, None))[1]
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpplan.compat import quiet, simulate, unfused
+from tpplan.compat import quiet, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
@@ -40,7 +40,7 @@ from tpplan.proof.calls import (
 from tpplan.proof.exact import exact, widened
 from tpplan.proof.locate import Divergence, Seen, compare, rule_near, watched
 from tpplan.proof.miniature import miniature, on_rank, unsharded
-from tpplan.proof.ranks import mean_over_ep, places_of
+from tpplan.proof.ranks import mean_over_ep, places_of, simulated
 from tpplan.proof.step import Result, Scene, step, worst
 from tpplan.rewrite import apply
 from tpplan.styles import named
@@ -98,9 +98,7 @@ def prove_once(
 def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
     small, plan, scenes, expected = _staged(model, compiled, inputs)
     try:
-        found = simulate(
-            plan.tp, lambda mesh: _on_rank(mesh, small, plan, scenes, expected), plan.ep
-        )
+        found = simulated(plan, lambda mesh: _on_rank(mesh, small, plan, scenes, expected))
     except _Stopped as stopped:
         raise _failed(plan, stopped.path, stopped.error) from stopped.error
     except Exception as error:
@@ -293,7 +291,7 @@ def _departed(
     with exact():
         expected = [seen(unsharded(small), place) for place in range(compiled.ep)]
     try:
-        found = [f for f in simulate(compiled.tp, compared, compiled.ep) if f is not None]
+        found = [f for f in simulated(compiled, compared) if f is not None]
     except Exception:  # collectives that only the comparison makes
         found = []
     first = min(found, key=lambda f: f[0], default=(0, None))[1]

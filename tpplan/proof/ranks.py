@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from tpplan.compat import local_of
+from tpplan.comm.products import deferring
+from tpplan.compat import local_of, simulate
 from tpplan.compiled import CompiledPlan
 from tpplan.observe.grouped import InAnyPrecision
 from tpplan.observe.shadow import Call
@@ -93,6 +95,12 @@ def mean_over_ep(
         if entry.over_ep is not None and found:
             means[name] = torch.stack(found).sum(0) / len(each)
     return means
+
+
+def simulated(compiled: CompiledPlan, job: Callable[[DeviceMesh], Any]) -> list[Any]:
+    """``job(mesh)`` on simulated ranks; they defer as the ranks of a large model do."""
+    with deferring(0):
+        return simulate(compiled.tp, job, compiled.ep)
 
 
 def places_of(mesh: DeviceMesh, compiled: CompiledPlan) -> tuple[int, int]:

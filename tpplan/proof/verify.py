@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from tpplan.compat import simulate
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.observe.shadow import Call, calls_for, not_copied, routed
@@ -27,7 +26,14 @@ from tpplan.proof.calls import random_ids
 from tpplan.proof.floor import floor_of
 from tpplan.proof.locate import Divergence, first_divergence, rule_near
 from tpplan.proof.processes import run_processes
-from tpplan.proof.ranks import Outcome, Reference, differentiate, run_rank, with_batches
+from tpplan.proof.ranks import (
+    Outcome,
+    Reference,
+    differentiate,
+    run_rank,
+    simulated,
+    with_batches,
+)
 from tpplan.proof.rounding import own_rounding
 from tpplan.simulate.steps import PHASES
 from tpplan.styles import named
@@ -294,7 +300,7 @@ def _in_float64(
 def _run(reference: Reference, compiled: CompiledPlan, processes: bool) -> list[Outcome]:
     if processes:
         return run_processes(reference, compiled)
-    return simulate(compiled.tp, lambda mesh: run_rank(mesh, reference, compiled), compiled.ep)
+    return simulated(compiled, lambda mesh: run_rank(mesh, reference, compiled))
 
 
 def _mode(compiled: CompiledPlan) -> str:

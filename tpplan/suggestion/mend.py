@@ -267,6 +267,8 @@ def _with(diagnostics: Sequence[Diagnostic], edits: Sequence[Edit]) -> list[Diag
     for edit in edits:
         lines = set() if edit.rule is None else _lines(edit.rule)
         at = next((i for i, d in enumerate(found) if _place(d) in lines), None)
+        if at is not None and not edit.lines and found[at].hint:
+            at = None  # who keeps the rule needs that help
         if edit.rule is not None and at is None:
             notes.append((f"did you mean {edit}?", edit.rule.position))
         else:
