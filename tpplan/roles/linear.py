@@ -53,9 +53,10 @@ class Rowwise(Lowered):
 
     def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
         weight, *bias = self._locals()
-        pieces = _pieces(self, input, weight)
-        if pieces != 1:
-            return _in_pieces(self, input, weight, bias, pieces)
+        if self._tpplan.stream.pieces is not None:
+            pieces = _pieces(self, input, weight)
+            if pieces != 1:
+                return _in_pieces(self, input, weight, bias, pieces)
         return reduced(self, self._tpplan_project(input, weight), bias)
 
 
@@ -160,7 +161,8 @@ def _pieces(module: Lowered, x: torch.Tensor, weight: torch.Tensor) -> int:
     """Into how many pieces the product of ``x`` is cut that is summed over the ranks."""
     state = module._tpplan
     stream = state.stream
-    if stream.pieces is None or x.dim() < 2 or weight.dim() != 2:
+    assert stream.pieces is not None
+    if x.dim() < 2 or weight.dim() != 2:
         return 1
     if torch.compiler.is_compiling():
         return left_to_compiler()
