@@ -16,13 +16,13 @@ demo: $(READY)
 	$(BIN)/tpplan dry-run llama.yaml --model benchmarks/configs/llama-3.1-8b.json --tp 8 --batch 1 --seq 8192
 	$(BIN)/python -m benchmarks.demo
 
-# of the tests that exist in several ways one way each, another one every day
+# of the tests that cost much a part, another one every day
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-# every test in every way: tp 2 and 4, TP and TP+SP, ...; `test` takes them in turn
+# every test in every way: tp 2 and 4, TP and TP+SP, ...
 thorough: $(READY)
-	TPPLAN_TESTS=all TPPLAN_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	TPPLAN_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # which lines of the package no test reaches
 coverage: $(READY)
@@ -34,7 +34,7 @@ coverage: $(READY)
 # every shipped plan on every model of its family, at tp 2 and 4, TP and TP+SP: proved, and what
 # a dry run predicts
 zoo: $(READY)
-	TPPLAN_ZOO=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/test_zoo.py tests/simulate/test_prediction.py
+	TPPLAN_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/test_zoo.py tests/simulate/test_prediction.py
 
 # random models and plans: right or refused, never anything else
 random: $(READY)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.ranks import Ranks
-from tests.thorough import THOROUGH, said, turn
+from tests.thorough import THOROUGH, in_turn, said
 
 # nothing in the suite is timed
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -39,65 +38,31 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tp 2 and 4 in both modes, a test that has all four takes one, or rests.
+    """Of tests that cost much a run takes one of eight, or of as many as they say.
 
-    Such tests take most of the suite's time, and what they prove in one combination rarely fails
-    in another. Each goes through all four in four days (see tests/thorough.py), while the others
-    of a group of four rest; of a matrix of such tests fifteen of sixteen rest. Tests on ranks in
-    both modes go likewise, and of those that are slow by themselves one of four is run.
+    Those are the tests on real ranks, those in all combinations of tp and mode, and those marked
+    ``turns``: together nearly all of the suite's time, and what one of them proves rarely fails
+    alone. What somebody asks for by name is run.
     """
-    if THOROUGH:
+    if THOROUGH or config.option.keyword or any("::" in arg for arg in config.args):
         return
-    left = _resting(items) | _slow_ones_resting(items)
+    functions: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if _ways(item) > 1:
+            # by its line: neighbours have turns of their own, whatever else is collected
+            function, line = item.function, item.function.__code__.co_firstlineno
+            functions.setdefault((item.path, function, line, _ways(item)), []).append(item)
+    left = set()
+    for (_, _, line, ways), found in functions.items():
+        left |= set(found) - {found[i] for i in in_turn(len(found), ways, line)}
     items[:] = [item for item in items if item not in left]
     config.hook.pytest_deselected(items=list(left))
 
 
-def _slow_ones_resting(items: list[pytest.Item]) -> set[pytest.Item]:
-    files: dict[Any, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("slow") and not _count(item):
-            files.setdefault(item.path, []).append(item)
-    if sum(map(len, files.values())) < 2:
-        return set()  # someone asks for it by name
-    # what other files hold on a day must not move those of this one
-    return {item for slow in files.values() for i, item in enumerate(slow) if turn(i) != 0}
-
-
-def _resting(items: list[pytest.Item]) -> set[pytest.Item]:
-    tests: dict[Any, list[pytest.Item]] = {}
-    for item in items:
-        if _count(item):
-            tests.setdefault(_without_combination(item), []).append(item)
-    # neighbours do not go round in step: of a matrix, each row and column has all combinations
-    offsets = random.Random(0)
-    left = set()
-    for ways in tests.values():
-        count = _count(ways[0])
-        taken, offset = turn(offsets.randrange(4), count), offsets.randrange(16)
-        if len(ways) < count:
-            continue  # someone asks for them by name
-        groups = 16 if ways[0].get_closest_marker("matrix") is not None else 4
-        rests = len(tests) > 1 and turn(offset, groups, days=4) != 0
-        left |= {item for item in ways if rests or _combination(item) != taken}
-    return left
-
-
-def _count(item: Any) -> int:
-    """In how many ways there is a test of which a run takes one; 0 where it takes all."""
-    # a list of chosen combinations is one mark, and not to be thinned out
+def _ways(item: Any) -> int:
+    """Of how many tests like this one a run takes one."""
+    turns = item.get_closest_marker("turns")
+    if turns is not None:
+        return int(turns.args[0])
     marks = {mark.args[0] for mark in item.iter_markers("parametrize")}
-    if "sp" not in marks:
-        return 0
-    return 4 if "tp" in marks else 2 if "ranks" in item.fixturenames else 0
-
-
-def _without_combination(item: Any) -> Any:
-    params = item.callspec.params.items()  # all combinations are given the same objects
-    others = (id(value) for name, value in params if name not in ("tp", "sp"))
-    return item.path, item.cls, item.originalname, *others
-
-
-def _combination(item: Any) -> int:
-    params = item.callspec.params
-    return 2 * (params.get("tp") == 4) + params["sp"]
+    return 8 if "ranks" in item.fixturenames or {"tp", "sp"} <= marks else 1

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import cache
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks import zoo
-from tests.thorough import turn
 from tpplan.language import Plan
 from tpplan.shipped import shipped_plans
 
 WAYS = [(tp, sp) for tp in (2, 4) for sp in (False, True)]
-EVERYTHING = os.environ.get("TPPLAN_ZOO") == "all"
 
 
 @cache
@@ -35,17 +32,6 @@ def listed() -> list[str]:
     return [label for label in zoo.makers() if class_of(label) in plans()]
 
 
-def mixture(label: str) -> bool:
-    """Whether a model has experts: there are many of them, built much alike."""
-    return any(rule.style == "experts" for rule in plans()[class_of(label)].rules)
-
-
-def in_turn(labels: list[str], share: int) -> list[tuple[str, int, bool]]:
-    """Model, tp, sequence parallelism: all ways of all, or one way of one model in ``share``."""
-    if EVERYTHING:
-        return [(label, tp, sp) for label in labels for tp, sp in WAYS]
-    return [
-        (label, *WAYS[turn(index // share, len(WAYS), days=share)])
-        for index, label in enumerate(labels)
-        if turn(index, share) == 0
-    ]
+def ways(labels: list[str]) -> list[tuple[str, int, bool]]:
+    """Model, tp, sequence parallelism."""
+    return [(label, tp, sp) for label in labels for tp, sp in WAYS]

@@ -66,7 +66,7 @@ def test_a_page(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert f"tpplan {line}" in page
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 def test_how_a_model_is_trained(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     base = f"dry-run llama.yaml --model {config} --tp 2 --seq 16 --json -"
     found = {}

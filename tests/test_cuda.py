@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
 @pytest.mark.parametrize("name", MODELS)

@@ -34,14 +34,14 @@ def losses(said: str) -> list[float]:
     return [float(x) for x in re.findall(r"loss ([\d.]+)", said)]
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 def test_pipeline() -> None:
     met = losses(run(4, "pipeline.py", "--steps", "8"))
     assert len(met) == 8
     assert met[-1] < met[0] - 1
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 def test_training_and_generation(tmp_path: Path) -> None:
     """Trained by four ranks, on by two, which then generate."""
     folder = ["--folder", str(tmp_path)]
@@ -63,7 +63,7 @@ def test_every_command_is_run() -> None:
     assert len(COMMANDS) == PAGE.count("```sh")
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
 def test_offline(command: str) -> None:
     launcher = [sys.executable, "-m", "tpplan"]

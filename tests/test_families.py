@@ -52,7 +52,7 @@ def built(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @MODES
 @pytest.mark.parametrize("name", MODELS)
 def test_proved(name: str, sp: bool) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 import tpplan
 from benchmarks import zoo
-from tests.shipped import EVERYTHING, class_of, in_turn, listed, mixture, plans
-from tests.thorough import turn
+from tests.shipped import class_of, listed, plans, ways
 from tpplan.kernels import launch
 from tpplan.shipped import shipped_plans
 
@@ -59,22 +58,8 @@ ROUNDED = {"apertus": 10, "xlstm": 12}
 SEEDS = {"bailing_hybrid": 3, "deepseek_v4": 2}
 
 
-def interpreted(name: str) -> bool:
-    """Whether fused kernels are proved on a model, too: the interpreter is slow.
-
-    Every second one that is run is, after sixteen days the others.
-    """
-    second = turn(listed().index(name) // 4, 2, days=16) == 0
-    return launch.interpreted() and (EVERYTHING or second)
-
-
-CASES = [
-    *in_turn([label for label in listed() if not mixture(label)], 4),
-    *in_turn([label for label in listed() if mixture(label)], 16),
-]
-
-
-@pytest.mark.parametrize(("name", "tp", "sp"), CASES)
+@pytest.mark.turns(32)
+@pytest.mark.parametrize(("name", "tp", "sp"), ways(listed()))
 def test_proved(name: str, tp: int, sp: bool) -> None:
     model = zoo.tiny(name, SEEDS[name]) if name in SEEDS else zoo.makers()[name]()
     plan = tpplan.load_plan("auto", model)
@@ -82,7 +67,7 @@ def test_proved(name: str, tp: int, sp: bool) -> None:
     # of the four ways, two see a mask as a padded batch has it, the other two the fused kernels
     padded = (tp == 4) != sp
     inputs = zoo.example(model, padded=padded)
-    kernels = "triton" if not padded and interpreted(name) else "torch"
+    kernels = "triton" if not padded and launch.interpreted() else "torch"
     result = tpplan.verify(model, plan, tp, sequence_parallel=sp, kernels=kernels, inputs=inputs)
     assert result.gradient_error <= 1e-5
     assert name in ROUNDED or not any(check.rounding for check in result.checks)
@@ -93,7 +78,7 @@ def test_proved(name: str, tp: int, sp: bool) -> None:
             assert measured == least, phase
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_float32_where_nothing_cancels(name: str) -> None:
     model = zoo.tiny(name, ROUNDED[name])

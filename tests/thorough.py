@@ -1,21 +1,24 @@
-"""What a run takes of the tests that exist in several ways: all of it, or a part that rotates.
+"""What a run takes of the tests that cost much: all of them, or a part that rotates.
 
-``make thorough`` (TPPLAN_TESTS=all) runs everything. Other runs take of each such test one way out
-of several: another one every day, or the one that TPPLAN_TURN says. After 64 days all of them have
-had their turn: what is thinned out twice goes by different digits of the turn. Neither a test's
-name nor a model's has any part in that.
+``make thorough`` (TPPLAN_TESTS=all) runs everything. Other runs take of such tests a few: others
+every day, or those of the turn that TPPLAN_TURN says. After 128 turns all of them have been run.
+Neither a test's name nor a model's has any part in that.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import random
 
 THOROUGH = os.environ.get("TPPLAN_TESTS") == "all"
+TURNS = 128
 
 # kept for the processes that this one starts, so that they agree around midnight as well
 TURN = int(
-    os.environ.setdefault("TPPLAN_TURN", str(datetime.datetime.now(datetime.UTC).toordinal() % 64))
+    os.environ.setdefault(
+        "TPPLAN_TURN", str(datetime.datetime.now(datetime.UTC).toordinal() % TURNS)
+    )
 )
 
 
@@ -24,8 +27,25 @@ def turn(position: int, ways: int = 4, days: int = 1) -> int:
     return (position + TURN // days) % ways
 
 
+def in_turn(count: int, ways: int, seed: int) -> list[int]:
+    """Which of so many tests are run: one in ``ways``, of an order that is random and stays.
+
+    Neighbours differ by little, and do not go round in step that way. Where there are fewer
+    tests than ways, none is run on most days.
+    """
+    order = random.Random(seed)
+    first = order.randrange(ways)
+    return [
+        i
+        for place, i in enumerate(order.sample(range(count), count))
+        if turn(place + first, ways) == 0
+    ]
+
+
 def said() -> str:
     """A line that says what is run."""
     if THOROUGH:
         return "every test, in every way"
-    return f"turn {TURN} of the tests that take turns (TPPLAN_TURN=0..63, TPPLAN_TESTS=all)"
+    return (
+        f"turn {TURN} of the tests that take turns (TPPLAN_TURN=0..{TURNS - 1}, TPPLAN_TESTS=all)"
+    )

@@ -58,7 +58,6 @@ def sharded_job(mesh: DeviceMesh, folder: str, name: str) -> Errors:
 
 @SIZES
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-@pytest.mark.matrix
 def test_sharded(ranks: Ranks, folder: Path, name: str, tp: int) -> None:
     assert not beyond(ranks.run(tp, sharded_job, str(folder / name), name))
 

@@ -20,7 +20,6 @@ from benchmarks import zoo
 from tests.models import hf
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
-from tests.thorough import THOROUGH, turn
 from tpplan.compat import fake_world
 from tpplan.simulate.execute import objective
 
@@ -49,9 +48,6 @@ def bert() -> Any:
     return zoo.tiny("bert", **wide, **size).train()
 
 
-# sequence parallelism, recomputation: in a run of the suite each value of each
-HALVES = [(False, False), (True, True)], [(True, False), (False, True)]
-WAYS = [*HALVES[0], *HALVES[1]] if THOROUGH else HALVES[turn(0, 2, days=4)]
 MODELS = {"llama": llama, "gpt2": gpt2, "bert": bert}
 
 
@@ -133,8 +129,9 @@ def recompute(model: nn.Module) -> None:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("sp", "again"), WAYS)
+@pytest.mark.turns(8)
+@MODES
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_what_is_predicted_is_allocated(name: str, sp: bool, again: bool) -> None:
     model = MODELS[name]()
@@ -163,6 +160,7 @@ def test_states_are_exact(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     }
 
 
+@pytest.mark.turns(8)
 def test_the_other_run_is_the_one_with_checkpointing() -> None:
     kept = tpplan.dry_run(llama(), "llama.yaml", 2, BATCH, LENGTH)
     again = tpplan.dry_run(llama(), "llama.yaml", 2, BATCH, LENGTH, checkpointing=True)
@@ -173,7 +171,7 @@ def test_the_other_run_is_the_one_with_checkpointing() -> None:
     assert recomputed["all_gather"] > kept.counts("backward")["all_gather"]
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     ("optimizer", "each"),
     [("adamw", 8), ("adam", 8), ("rmsprop", 4), ("adagrad", 4), ("sgd-momentum", 4), ("sgd", 0)],
@@ -188,6 +186,7 @@ def test_optimizers_by_name(optimizer: str, each: int) -> None:
     assert report.counts("optimizer")["all_reduce"] == 1
 
 
+@pytest.mark.turns(4)
 def test_an_optimizer_of_the_users_own_and_none() -> None:
     model = hf(device="meta")
     mine = tpplan.dry_run(model, "llama.yaml", 2, 1, 8, optimizer=lambda p: torch.optim.Adamax(p))
@@ -199,6 +198,7 @@ def test_an_optimizer_of_the_users_own_and_none() -> None:
         tpplan.dry_run(model, "llama.yaml", 2, 1, 8, optimizer="adamv")
 
 
+@pytest.mark.turns(4)
 def test_master_weights_are_for_short_parameters() -> None:
     model = hf(device="meta", dtype=torch.bfloat16)
     model = model.to(torch.bfloat16)

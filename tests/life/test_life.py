@@ -1,6 +1,6 @@
 """One small model for every role × every event of its life, on real gloo ranks.
 
-A run of the suite takes a sixteenth of the pairs, each in one of the four combinations of tp and
+A run of the suite takes one of 128 of the pairs, each in the four combinations of tp and
 mode, in turn; ``make thorough`` takes them all (see tests/thorough.py).
 """
 
@@ -19,7 +19,7 @@ from tests.rewrite import MODES, SIZES
 ROLES = [pytest.param(role, marks=pytest.mark.xdist_group(role)) for role in BLOCKS]
 
 
-@pytest.mark.matrix
+@pytest.mark.turns(128)
 @SIZES
 @MODES
 @pytest.mark.parametrize("event", [*EVENTS, *WORLD_EVENTS])

@@ -89,6 +89,7 @@ def test_decoder(ranks: Ranks, job: object, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, job, sp))
 
 
+@pytest.mark.turns(8)
 def test_each_call_is_verified() -> None:
     result = tpplan.verify(library.decoder, PLAN, 2, inputs=[without(8, 1), attending(8, 1)])
     floors = [check.floor["forward"] for check in result.checks]

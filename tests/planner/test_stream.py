@@ -112,6 +112,7 @@ BESIDE: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.turns(4)
 def test_rows_beside_the_stream(name: str, sp: bool) -> None:
     make, beside = BESIDE[name]
     assert not wrong(Passing(lambda _: make(), beside), {}, sp)

@@ -48,7 +48,7 @@ def test_what_ranks_can_do_is_accepted(make: Any, sp: bool) -> None:
 
 
 # a rank has at least 8 / tp positions: more than any less, whatever the length
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     ("tp", "most"), [(tp, most) for tp in (2, 4) for most in range(8 // tp, 15)]
 )
@@ -94,6 +94,7 @@ def llama(**sizes: int) -> nn.Module:
     )
 
 
+@pytest.mark.turns(8)
 def test_a_large_model_is_proved_by_a_small_one() -> None:
     with torch.device("meta"):
         model = llama(

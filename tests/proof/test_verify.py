@@ -120,7 +120,7 @@ def test_heads_that_ranks_share_pass() -> None:
     assert max(result.output_error, result.gradient_error) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 def test_processes_find_what_threads_find() -> None:
     model = GPT()
     threads = checked(model, "gpt", 2, sequence_parallel=True)

@@ -189,7 +189,7 @@ def test_parts_drawn_by_compiled_graphs(ranks: Ranks, tp: int) -> None:
     assert beyond(ranks.run(tp, part_job)) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 def test_dropout_inside_a_forward_breaks_the_graph(ranks: Ranks) -> None:
     for message in ranks.run(2, message_of, compiled_job, False, "functional", True, False):
         assert re.search(r"layers\.0\.attn: dropout .* compiles in an nn\.Dropout only", message)

@@ -33,7 +33,7 @@ def test_nobody() -> None:
     assert not parallelized(built())
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_optimizer_made_before(stepped: bool) -> None:
     model = built()

@@ -21,14 +21,12 @@ from tests.compare import Errors, Findings, beyond, same, step
 from tests.models import token_ids
 from tests.ranks import DEVICE, Ranks
 from tests.rewrite import MODES, SIZES
-from tests.thorough import THOROUGH, turn
 from tpplan.kernels import cross_entropy, embedding, gated, gelu, norm, transition
 from tpplan.kernels.launch import interpreted
 from tpplan.simulate import Recorder
 
 # norms of both kinds, gated products of two layers and of one, GeLUs with a bias
-HALVES = ["phi3", "gpt2"], ["llama", "gpt_neox"]
-NAMES = [*HALVES[0], *HALVES[1]] if THOROUGH else HALVES[turn(0, 2, days=16)]
+NAMES = ["phi3", "gpt2", "llama", "gpt_neox"]
 
 
 def whole(name: str) -> Any:
@@ -141,13 +139,14 @@ def test_no_collective_more(ranks: Ranks, sp: bool) -> None:
         assert with_kernels == without
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(("name", "sp"), [("llama", True), ("gpt2", False)])
 def test_one_graph(ranks: Ranks, name: str, sp: bool) -> None:
     assert not beyond(ranks.run(2, compile_job, name, sp, device=DEVICE))
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.turns(8)
 def test_a_single_process(name: str) -> None:
     """At tp 1 kernels are swapped and nothing is sharded."""
     reference, model = whole(name), sharded(name, None, False)
@@ -193,6 +192,7 @@ class SequenceFirst(nn.Module):
 
 
 @pytest.mark.parametrize("length", [8, 7])
+@pytest.mark.turns(4)
 def test_the_sequence_first(length: int) -> None:
     rules = {"embed": "vocab", "norms.*": "sequence_parallel", "head": "vocab"}
     rules |= {"layers.*.0": "colwise", "layers.*.2": "rowwise"}

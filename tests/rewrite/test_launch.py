@@ -98,6 +98,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.turns(8)
 def test_a_rank_that_dies(tmp_path: Path) -> None:
     """The others say in which collective of which module they waited."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -46,7 +46,7 @@ def routing_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
 @MODES
 @SIZES
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-@pytest.mark.matrix
+@pytest.mark.turns(128)
 def test_training_whole_experts(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, training_job, name, sp, False, True))
 
@@ -54,7 +54,7 @@ def test_training_whole_experts(ranks: Ranks, name: str, tp: int, sp: bool) -> N
 @MODES
 @SIZES
 @pytest.mark.parametrize("name", ROUTED)
-@pytest.mark.matrix
+@pytest.mark.turns(128)
 def test_routing(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, routing_job, name, sp))
 

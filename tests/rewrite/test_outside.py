@@ -173,7 +173,7 @@ def test_eager(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run(2, eager_job, sp), 1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(ranks: Ranks, name: str) -> None:
     assert not beyond(ranks.run(2, compiled_job, True, name), 1e-9)
@@ -183,6 +183,6 @@ def test_gathers(ranks: Ranks) -> None:
     assert not beyond(ranks.run(2, gathers_job))
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 def test_four_ranks(ranks: Ranks) -> None:
     assert not beyond(ranks.run(4, eager_job, True), 1e-9)

@@ -22,7 +22,7 @@ WAYS = pytest.mark.parametrize(
 @MODES
 @SIZES
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.matrix
+@pytest.mark.turns(128)
 def test_bitwise(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, overlap.bitwise_job, name, sp))
 

@@ -21,7 +21,7 @@ TRAINED = (*MIXTURES, *STATE_SPACES[:4])
 @SIZES
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
 @pytest.mark.parametrize("name", TRAINED)
-@pytest.mark.matrix
+@pytest.mark.turns(128)
 def test_training(ranks: Ranks, name: str, recompute: bool, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, training_job, name, sp, recompute))
 
@@ -29,6 +29,6 @@ def test_training(ranks: Ranks, name: str, recompute: bool, tp: int, sp: bool) -
 @MODES
 @SIZES
 @pytest.mark.parametrize("name", [*MIXTURES, *STATE_SPACES])
-@pytest.mark.matrix
+@pytest.mark.turns(128)
 def test_generate(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, generation_job, name, sp))

@@ -24,7 +24,7 @@ JOBS = [pieces.events_job, pieces.recomputed_job, pieces.autocast_job, pieces.re
 @SIZES
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.matrix
+@pytest.mark.turns(128)
 def test_equal(ranks: Ranks, name: str, count: int, tp: int, sp: bool) -> None:
     save = "shard" if sp and count == 3 else "gathered"
     assert not beyond(ranks.run(tp, pieces.equal_job, name, sp, count, save))

@@ -327,7 +327,7 @@ def test_gradients(ranks: Ranks, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, gradients_job, sp))
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     ("job", "tp", "sp"),
     [
@@ -344,7 +344,7 @@ def test_training(ranks: Ranks, job: Any, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, job, sp))
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     ("case", "sp", "names"),
     [
@@ -360,7 +360,7 @@ def test_optimizers(ranks: Ranks, case: str, sp: bool, names: tuple[str, ...]) -
     assert not beyond(ranks.run(4, optimizers_job, sp, case, names))
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(("case", "sp"), [("gpt2", True), ("llama 1", False)])
 def test_compile(ranks: Ranks, case: str, sp: bool) -> None:
     assert not beyond(ranks.run(2, compile_job, sp, case))

@@ -31,7 +31,7 @@ def compiled(mesh: DeviceMesh, sequence_parallel: bool, warm: bool) -> Errors:
     return step(reference, model, run)
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("warm", [False, True], ids=["first call", "after an eager call"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
 def test_fullgraph(ranks: Ranks, sequence_parallel: bool, warm: bool) -> None:
@@ -54,7 +54,7 @@ def exported(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
         return {"logits": error(reference(others).logits, full(program(others).logits))}
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
 def test_exported(ranks: Ranks, sequence_parallel: bool) -> None:
     assert beyond(ranks.run(2, exported, sequence_parallel)) == {}

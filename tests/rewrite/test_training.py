@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -32,7 +31,6 @@ from tests.models import hf, sharded, token_ids
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 from tests.rewrite.calls import logits_of
-from tests.thorough import THOROUGH, turn
 
 STEPS, MICROBATCHES, MAX_NORM = 3, 2, 0.5
 
@@ -449,15 +447,8 @@ def test_wrong_state_dicts(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run(2, wrong_loads_job, sp))
 
 
-# sequence parallelism, resharding, a reduction at every backward: in a run of the suite each pair
-FSDP = [
-    ways
-    for ways in itertools.product((False, True), repeat=3)
-    if THOROUGH or turn(sum(ways), 2, days=4) == 0
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sp", "reshard", "syncs"), FSDP)
+@MODES
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("syncs", [False, True])
 def test_fsdp(ranks: Ranks, sp: bool, reshard: bool, syncs: bool) -> None:
     assert not beyond(ranks.run("2x2", fsdp_job, sp, reshard, syncs))

@@ -12,7 +12,7 @@ import tpplan
 from benchmarks import zoo
 from tests.gpt import GPT
 from tests.models import hf
-from tests.thorough import THOROUGH, turn
+from tests.rewrite import MODES
 from tpplan import Report
 from tpplan.planner.match import match
 from tpplan.simulate.folding import find_folds
@@ -50,16 +50,9 @@ DEEP: dict[str, dict[str, Any]] = {
 }
 
 
-# in a run of the suite a quarter of the kinds, in one mode
-IN_TURN = [
-    (kind, sp)
-    for index, kind in enumerate(DEEP)
-    for sp in (False, True)
-    if THOROUGH or turn(index, 8) == 4 * sp
-]
-
-
-@pytest.mark.parametrize(("kind", "sp"), IN_TURN)
+@pytest.mark.turns(8)
+@MODES
+@pytest.mark.parametrize("kind", DEEP)
 def test_as_if_all_were_executed(kind: str, sp: bool) -> None:
     model = zoo.tiny(kind, **DEEP[kind])
     folded, whole = both(model, "auto", inputs=zoo.example(model), sequence_parallel=sp)
@@ -68,7 +61,7 @@ def test_as_if_all_were_executed(kind: str, sp: bool) -> None:
     assert_equal(folded, whole)
 
 
-@pytest.mark.skipif(not THOROUGH, reason="takes long; make thorough runs it")
+@pytest.mark.turns(16)
 def test_encoder_and_decoder() -> None:
     model = zoo.other("t5", num_layers=9, num_decoder_layers=8)
     folded, whole = both(model, "auto", inputs=zoo.example(model))
@@ -112,7 +105,7 @@ def test_a_rule_for_one_layer_is_no_repetition() -> None:
     assert report.counts("forward")["reduce_scatter"] == 2 * 9
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 def test_what_cannot_be_seen_to_repeat_is_executed() -> None:
     """A model that reads all of its layers by their number runs whole."""
 
@@ -128,7 +121,7 @@ def test_what_cannot_be_seen_to_repeat_is_executed() -> None:
     assert_equal(report, tpplan.dry_run(GPT(layers=9), "gpt.yaml", 2, 1, 8))
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 def test_a_large_model_in_little_time_and_memory() -> None:
     """Llama-3.1-405B: its shape, not its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM

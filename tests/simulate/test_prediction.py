@@ -12,15 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import tpplan
 from benchmarks import zoo
 from tests.ranks import Ranks
-from tests.shipped import EVERYTHING, class_of, in_turn, listed, plans
+from tests.shipped import class_of, listed, plans, ways
 from tpplan.simulate import Collective, Recorder
 from tpplan.simulate.execute import objective
-
-
-def cases() -> list[tuple[str, int, bool]]:
-    """One model of some plans, in one way; with ``TPPLAN_ZOO=all`` every model, all four ways."""
-    one = {plans()[class_of(label)].name: label for label in listed()}
-    return in_turn(listed() if EVERYTHING else list(one.values()), 8)
 
 
 def built(label: str) -> Any:
@@ -58,7 +52,8 @@ def step_job(mesh: DeviceMesh, name: str, sp: bool) -> list[tuple[Any, ...]]:
     return sent(recorder.collectives)
 
 
-@pytest.mark.parametrize(("name", "tp", "sp"), cases())
+@pytest.mark.turns(128)
+@pytest.mark.parametrize(("name", "tp", "sp"), ways(listed()))
 def test_what_is_predicted_is_sent(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     model = built(name)
     plan = plans()[class_of(name)]

@@ -132,7 +132,7 @@ def ep_job(mesh: DeviceMesh) -> Errors:
     return found.errors
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 def test_ranks_of_ep(ranks: Ranks) -> None:
     assert not beyond(ranks.run("ep4", ep_job))
 
@@ -144,6 +144,6 @@ def ep_beside_tp_job(mesh: DeviceMesh) -> None:
         trainer(model, shared_folder())[0].train()
 
 
-@pytest.mark.slow
+@pytest.mark.turns(8)
 def test_ranks_of_ep_beside_tp_are_refused(ranks: Ranks) -> None:
     ranks.run("ep2xtp2", ep_beside_tp_job)
