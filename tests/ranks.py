@@ -35,6 +35,12 @@ PRELOADED = [
     "torch._inductor.pattern_matcher",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.conversion_mapping",
+    "pytest",
+    "tpplan.api",
+    "tpplan.checkpoint",
+    "tpplan.trainers",
 ]
 
 

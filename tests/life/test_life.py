@@ -1,7 +1,7 @@
 """One small model for every role × every event of its life, on real gloo ranks.
 
-A run of the suite takes one of 128 of the pairs, each in the four combinations of tp and
-mode, in turn; ``make thorough`` takes them all (see tests/thorough.py).
+A run of the suite takes one of 128 of all pairs, sizes and modes, in turn; ``make thorough`` takes
+them all (see tests/thorough.py).
 """
 
 from __future__ import annotations
