@@ -1,7 +1,7 @@
 """What a run takes of the tests that cost much: all of them, or a part that rotates.
 
 ``make thorough`` (TPPLAN_TESTS=all) runs everything. Other runs take of such tests a few: others
-every day, or those of the turn that TPPLAN_TURN says. After 128 turns all of them have been run.
+every day, or those of the turn that TPPLAN_TURN says. After 256 turns all of them have been run.
 Neither a test's name nor a model's has any part in that.
 """
 
@@ -12,7 +12,7 @@ import os
 import random
 
 THOROUGH = os.environ.get("TPPLAN_TESTS") == "all"
-TURNS = 128
+TURNS = 256
 
 # kept for the processes that this one starts, so that they agree around midnight as well
 TURN = int(

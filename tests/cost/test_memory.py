@@ -129,7 +129,7 @@ def recompute(model: nn.Module) -> None:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 @MODES
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("name", list(MODELS))
@@ -148,6 +148,7 @@ def test_what_is_predicted_is_allocated(name: str, sp: bool, again: bool) -> Non
 @SIZES
 @MODES
 @pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.turns(16)
 def test_states_are_exact(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     model = MODELS[name]()
     report = tpplan.dry_run(model, "auto", tp, inputs=call(model), sequence_parallel=sp)

@@ -1,6 +1,6 @@
 """One small model for every role × every event of its life, on real gloo ranks.
 
-A run of the suite takes one of 128 of all pairs, sizes and modes, in turn; ``make thorough`` takes
+A run of the suite takes one of 256 of all pairs, sizes and modes, in turn; ``make thorough`` takes
 them all (see tests/thorough.py).
 """
 
@@ -19,7 +19,7 @@ from tests.rewrite import MODES, SIZES
 ROLES = [pytest.param(role, marks=pytest.mark.xdist_group(role)) for role in BLOCKS]
 
 
-@pytest.mark.turns(128)
+@pytest.mark.turns(256)
 @SIZES
 @MODES
 @pytest.mark.parametrize("event", [*EVENTS, *WORLD_EVENTS])

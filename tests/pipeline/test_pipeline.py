@@ -72,6 +72,7 @@ def check(ranks: Ranks, way: str, *schedules: str, sp: bool, model: str = "llama
 
 @MODES
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.turns(32)
 def test_schedules(ranks: Ranks, schedule: str, sp: bool) -> None:
     check(ranks, "trimmed", schedule, sp=sp)
 
@@ -79,18 +80,21 @@ def test_schedules(ranks: Ranks, schedule: str, sp: bool) -> None:
 @MODES
 @pytest.mark.parametrize("schedule", ["1f1b", "zero bubble"])
 @pytest.mark.parametrize("way", sorted({*WAYS} - {"trimmed"}))
+@pytest.mark.turns(32)
 def test_ways(ranks: Ranks, way: str, schedule: str, sp: bool) -> None:
     check(ranks, way, schedule, sp=sp)
 
 
 @MODES
 @pytest.mark.parametrize("model", sorted({*MODELS} - {"llama"}))
+@pytest.mark.turns(16)
 def test_models(ranks: Ranks, model: str, sp: bool) -> None:
     check(ranks, "trimmed", "zero bubble", sp=sp, model=model)
 
 
 @MODES
 @pytest.mark.parametrize("way", ["trimmed", "sliced"])
+@pytest.mark.turns(16)
 def test_another_schedule(ranks: Ranks, way: str, sp: bool) -> None:
     """What was kept for a backward in one serves none in two."""
     check(ranks, way, "interleaved", "zero bubble", "interleaved", sp=sp)
@@ -119,6 +123,7 @@ def nodes_job(_: DeviceMesh) -> Errors:
     return found.errors
 
 
+@pytest.mark.turns(16)
 def test_nodes(ranks: Ranks) -> None:
     assert not beyond(ranks.run("2x2", nodes_job))
 

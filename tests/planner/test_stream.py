@@ -63,6 +63,7 @@ WRAPS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("name", WRAPS)
+@pytest.mark.turns(4)
 def test_a_layer_may_give_the_stream_in_something(name: str, sp: bool) -> None:
     assert not wrong(Unwrapping(*WRAPS[name], 2), {}, sp)
 

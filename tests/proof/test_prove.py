@@ -33,6 +33,7 @@ def example() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("make", "sp"), ways(odd.WRONG))
+@pytest.mark.turns(4)
 def test_what_ranks_cannot_do_is_refused(make: Any, sp: bool) -> None:
     model = make()
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -43,6 +44,7 @@ def test_what_ranks_cannot_do_is_refused(make: Any, sp: bool) -> None:
 
 
 @pytest.mark.parametrize(("make", "sp"), ways(odd.RIGHT))
+@pytest.mark.turns(4)
 def test_what_ranks_can_do_is_accepted(make: Any, sp: bool) -> None:
     tpplan.check(make(), PLAN, 2, sp, inputs=example())
 

@@ -188,6 +188,7 @@ def test_queries_taken_for_keys(planted: Callable[[Change], None], sequence_para
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.turns(4)
 def test_key_value_heads_dealt_out_in_turns(
     planted: Callable[[Change], None], sequence_parallel: bool
 ) -> None:
@@ -206,6 +207,7 @@ def test_key_value_heads_dealt_out_in_turns(
 @pytest.mark.parametrize(
     "norm", ["model.layers.1.post_attention_layernorm", "model.layers.0.input_layernorm"]
 )
+@pytest.mark.turns(2)
 def test_a_norm_whose_gradient_is_not_summed(planted: Callable[[Change], None], norm: str) -> None:
     of = {f"{norm}.weight": lambda entry: {"summed": False}}
     planted(lambda compiled: with_parameters(compiled, of=of))

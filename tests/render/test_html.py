@@ -169,6 +169,7 @@ def test_one_rank() -> None:
     assert "there is one rank" in page.text
 
 
+@pytest.mark.turns(4)
 def test_ties_and_layers_that_differ() -> None:
     changes: dict[str, Any] = {"tie_word_embeddings": True, "num_hidden_layers": 4}
     model = hf(device="meta", **changes)

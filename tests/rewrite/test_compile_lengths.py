@@ -66,7 +66,7 @@ def whole(mesh: DeviceMesh, sequence_parallel: bool, dynamic: bool | None) -> Er
     return {**errors, "graphs": same(graphs() <= (1 if dynamic else GRAPHS))}
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(32)
 @pytest.mark.parametrize("dynamic", [None, True], ids=["found out", "dynamic=True"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
 def test_model(ranks: Ranks, sequence_parallel: bool, dynamic: bool | None) -> None:
@@ -82,7 +82,7 @@ def layers(mesh: DeviceMesh, sequence_parallel: bool, backend: str) -> Errors:
     return {**errors, "graphs": same(graphs() <= GRAPHS)}
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(32)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
 def test_layers(ranks: Ranks, sequence_parallel: bool, backend: str) -> None:
@@ -108,5 +108,6 @@ def checkpointed(mesh: DeviceMesh, selective: bool) -> Errors:
 
 
 @pytest.mark.parametrize("selective", [False, True], ids=["all", "selective"])
+@pytest.mark.turns(16)
 def test_checkpointed(ranks: Ranks, selective: bool) -> None:
     assert beyond(ranks.run(2, checkpointed, selective)) == {}

@@ -242,6 +242,7 @@ def training_job(mesh: DeviceMesh, sp: bool) -> Errors:
 @SIZES
 @MODES
 @pytest.mark.parametrize("name", [*MODELS, *BARE])
+@pytest.mark.turns(16)
 def test_masks_put_together_make_an_unsharded_run(
     ranks: Ranks, tp: int, sp: bool, name: str
 ) -> None:

@@ -155,7 +155,7 @@ def three_job(mesh: DeviceMesh, name: str, sp: bool, save: str) -> Errors:
     return found.errors
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 def test_three_dimensions() -> None:
     pool = Ranks(8)
     try:
@@ -165,7 +165,7 @@ def test_three_dimensions() -> None:
         pool.close()
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(32)
 @pytest.mark.parametrize(("shape", "sp", "whole"), WAYS, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients(ranks: Ranks, name: str, shape: str, sp: bool, whole: bool) -> None:
