@@ -169,7 +169,7 @@ class _Reader:
 
     def instead(self) -> str:
         """What to do without the plan of transformers."""
-        shipped = [plan.name for plan in shipped_plans() if self.who in plan.models]
+        shipped = [plan.name for plan in shipped_plans({self.who})]
         if shipped:
             return f"tpplan has a plan for it: '{shipped[0]}'"
         return "write a plan for it; 'tpplan list' shows those to start from"

@@ -6,8 +6,9 @@ Nothing here needs torch, which takes seconds to import.
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ from tpplan.language.styles import WHOLE
 
 if TYPE_CHECKING:
     from torch import nn
+
+# what a plan's text says of the classes that it lists
+_LISTED = re.compile(r"^models:(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 
 PlanSource = Plan | str | os.PathLike[str] | Mapping[str, Any]
 
@@ -29,10 +33,23 @@ def plan_directories() -> list[Path]:
     return [d for d in (package / "plans", package.parent / "plans") if d.is_dir()][:1]
 
 
-def shipped_plans() -> list[Plan]:
-    """Every shipped plan, by name."""
-    files = (f for d in plan_directories() for f in sorted(d.glob("*.yaml")))
-    return [load(file, search=plan_directories()) for file in files]
+def shipped_plans(listing: Container[str] | None = None) -> list[Plan]:
+    """Every shipped plan, by name.
+
+    Args:
+        listing: names of classes, where only plans that list one of them are wanted; to read them
+            all takes a second.
+    """
+    files = [f for d in plan_directories() for f in sorted(d.glob("*.yaml"))]
+    if listing is not None:
+        files = [f for f in files if _may_list(f.read_text(encoding="utf-8"), listing)]
+    plans = [load(file, search=plan_directories()) for file in files]
+    return [p for p in plans if listing is None or any(name in listing for name in p.models)]
+
+
+def _may_list(text: str, listing: Container[str]) -> bool:
+    said = _LISTED.search(text)  # a plan that does not say has those of the plan that it extends
+    return said is None or any(name in listing for name in re.findall(r"\w+", said[1]))
 
 
 def load_plan(source: PlanSource, model: nn.Module | None = None) -> Plan:
@@ -61,18 +78,16 @@ def _chosen(model: nn.Module) -> Plan:
     A model with another head, or without one, has the plan of its family; see ``_adapted``.
     """
     names = {cls.__name__ for cls in type(model).__mro__}
-    plans = shipped_plans()
     strange = []
-    for plan in plans:
-        if names & set(plan.models):
-            missing = _missing(plan, model)
-            if not missing:
-                return plan
-            strange.append(f"{plan.name}: it has no {', '.join(missing[:3])}")
+    for plan in shipped_plans(names):
+        missing = _missing(plan, model)
+        if not missing:
+            return plan
+        strange.append(f"{plan.name}: it has no {', '.join(missing[:3])}")
     # what the file that defines the model's class defines besides is of its family
     home = vars(sys.modules.get(type(model).__module__, object))
-    family = (plan for plan in plans if any(name in home for name in plan.models))
-    adapted = next((a for plan in family if (a := _adapted(plan, model)) is not None), None)
+    family = (_adapted(plan, model) for plan in shipped_plans(home))
+    adapted = next((plan for plan in family if plan is not None), None)
     if adapted is not None:
         return adapted
     message = f"no shipped plan lists {type(model).__name__}"

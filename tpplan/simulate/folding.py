@@ -8,9 +8,10 @@ were, so that code which goes by an element's index finds the same.
 from __future__ import annotations
 
 import copy
+import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -130,6 +131,7 @@ class Rename:
 
     def __init__(self, stack: str = "", source: int = 0, target: int = 0) -> None:
         self.source, self.target = source, target
+        self._stack = stack
         self._pattern = re.compile(rf"(?<![\w.]){re.escape(stack)}\.{source}(?![\w])")
         self._text = f"{stack}.{target}"
 
@@ -142,14 +144,19 @@ class Rename:
         if self.source == self.target:
             return value
         if isinstance(value, str):
-            return self.text(value)
+            return self.text(value) if self._stack in value else value
         if isinstance(value, tuple) and type(value) is tuple:
-            return tuple(self.apply(v) for v in value)
+            renamed = tuple(map(self.apply, value))
+            return value if all(map(operator.is_, value, renamed)) else renamed
         if isinstance(value, Boundary):
             value = replace(value, number=value.number + _NUMBERS * self.target)
-        if isinstance(value, ModulePlan | ParameterPlan | Boundary) and is_dataclass(value):
-            changed = {f.name: self.apply(getattr(value, f.name)) for f in fields(value)}
-            return replace(value, **changed)
+        if isinstance(value, ModulePlan | ParameterPlan | Boundary):
+            changed = {}
+            for name in value.__dataclass_fields__:
+                held = getattr(value, name)
+                if (renamed := self.apply(held)) is not held:
+                    changed[name] = renamed
+            return replace(value, **changed) if changed else value
         return value
 
 
