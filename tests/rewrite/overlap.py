@@ -67,19 +67,6 @@ def sharded(name: str, mesh: DeviceMesh, sp: bool, save: str = "gathered") -> nn
     return tpplan.parallelize(model, "auto", mesh=mesh, **options)
 
 
-def bitwise_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
-    """Gradients of both ways, of several batches and lengths, bit for bit."""
-    found = Findings()
-    model = sharded(name, mesh, sp)
-    for batch, length in LENGTHS:
-        with deferring(NEVER):
-            due = step(model, batch, length)
-        with deferring(0):
-            got = step(model, batch, length)
-        found.add(f"{batch} x {length}", 0.0 if not differing(due, got) else 1.0)
-    return found.errors
-
-
 def shard_job(mesh: DeviceMesh, name: str) -> Errors:
     """Keeping rows gives the gradients of keeping all, with so many all-gathers more."""
     found = Findings()
