@@ -20,12 +20,12 @@ WAYS = pytest.mark.parametrize(
 @pytest.mark.parametrize(("name", "tp", "sp"), shipped.CASES)
 def test_every_plan(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     results = ranks.run(tp, shipped.ways_job, name, shipped.compiled(name, tp, sp))
-    # pieces add up in another order: in float32 by up to some 1e-6 of what is due, which nothing
-    # but rounding may be
-    assert not beyond(results, 1e-5)
-    assert not beyond(
-        ({n: e for n, e in r.items() if shipped.FLOAT64 in n} for r in results), 1e-12
-    )
+    # pieces add up in another order, in float32 by mostly 1e-6 of what is due; where numbers cancel
+    # (xLSTM's gates, Kimi's decay) by up to 6e-5, of which float64 leaves less than 1e-13
+    assert not beyond(results, 1e-4)
+    exact = [{n: e for n, e in errors.items() if shipped.FLOAT64 in n} for errors in results]
+    assert all(exact)
+    assert not beyond(exact, 1e-12)
 
 
 @SIZES
