@@ -66,6 +66,11 @@ def test_what_does_nothing_is_said(ranks: Ranks) -> None:
     assert not beyond(ranks.run(2, overlap.idle_job))
 
 
+def test_what_does_nothing_is_said_without_ranks() -> None:
+    for asked, sp, said in overlap.idle_words():
+        assert said == (["recompute"] if sp else ["save", "recompute"]), asked
+
+
 def test_compiled_keeps_all(ranks: Ranks) -> None:
     assert not beyond(ranks.run(2, overlap.compiled_job), 1e-4)
 
