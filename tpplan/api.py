@@ -22,7 +22,7 @@ from tpplan.planner.adapters import adapted_model
 from tpplan.planner.kernels import implementations
 from tpplan.planner.match import fold
 from tpplan.proof import Verification
-from tpplan.rewrite import apply, idle, plan_of
+from tpplan.rewrite import apply, device_type, idle, plan_of
 from tpplan.rewrite.launch import agreed
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.rewrite.world import own_mesh
@@ -84,7 +84,7 @@ def parallelize(
 
     compiled = agreed(model, own, compile_here, {"prove": prove, "src_data_rank": src_data_rank})
     pace = _pace(compiled, own)
-    _warn(compiled, own, idle(model, compiled, own))
+    _warn(compiled, own, device_type(model) if own is None else own.device_type)
     if own is not None and tp * ep > 1:
         if prove:
             proof.prove_once(model, compiled, own, inputs)
@@ -157,6 +157,7 @@ def dry_run(
     setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs, ep)
     timed_on = cost.load_hardware(hardware or cost.DEFAULT)
     found = cost.dry_run(model, setting, batch, seq, training, fold, timed_on)
+    _warn(found.compiled, None, "cpu")
     return Report.of(cost.with_companions(model, setting, found) if compare else found)
 
 
@@ -236,14 +237,15 @@ def check(
     """
     loaded = _plan_for(model, plan, tp, inputs)
     try:
-        return _checked(model, loaded, tp, sequence_parallel, ep, inputs)
+        compiled = _checked(model, loaded, tp, sequence_parallel, ep, inputs)
     except PlanError as error:
         if not propose or ep > 1:
             raise
         from tpplan.suggestion import mended
 
-        found = mended(model, loaded, error, tp, sequence_parallel, inputs, told)
-        raise found from error.__cause__
+        raise mended(model, loaded, error, tp, sequence_parallel, inputs, told) from error.__cause__
+    _warn(compiled, None)
+    return compiled
 
 
 def _checked(
@@ -251,7 +253,6 @@ def _checked(
 ) -> CompiledPlan:
     compiled = compile_plan(model, loaded, tp, sequence_parallel, inputs=inputs, ep=ep)
     if tp * ep > 1:
-        _warn(compiled, None)
         proof.prove(model, compiled, inputs)
         with fake_world(tp, ep=ep) as mesh:
             rehearse(model, compiled, mesh, inputs)
@@ -272,11 +273,11 @@ def _pace(compiled: CompiledPlan, mesh: DeviceMesh | None) -> Pace | None:
     return pace_of(hardware_here(mesh.device_type), compiled.tp)
 
 
-def _warn(compiled: CompiledPlan, mesh: DeviceMesh | None, others: Iterable[str] = ()) -> None:
-    """Of what was not proved, as nothing came to it, and of ``others``; on a mesh's first rank."""
+def _warn(compiled: CompiledPlan, mesh: DeviceMesh | None, device: str | None = None) -> None:
+    """On a mesh's first rank, of what nothing came to, and of words that do nothing."""
     if mesh is not None and any(mesh.get_coordinate() or ()):
         return
-    for message in others:
+    for message in idle(compiled, device):
         warnings.warn(message, stacklevel=3)
     unreached = [path for path, plan in compiled.modules.items() if plan.unreached]
     if unreached and compiled.tp * compiled.ep > 1:

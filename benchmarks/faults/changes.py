@@ -81,6 +81,84 @@ def deferred_late(real: Any) -> Any:
     return settle
 
 
+def last_piece_dropped(real: Any) -> Any:
+    """Sent, and its place filled with that of another."""
+    return lambda rows, pieces: [*(found := real(rows, pieces))[:-1], found[0]]
+
+
+def pieces_reversed(real: Any) -> Any:
+    return lambda rows, pieces: real(rows, pieces)[::-1]
+
+
+def ranks_reversed(real: Any) -> Any:
+    return lambda *given: real(*given).flip(0)
+
+
+def every_second_unsummed(real: Any) -> Any:
+    """An all-reduce in place, of which every second one leaves what this rank has."""
+    count = 0
+
+    def start(x: Any, group: Any, site: Any) -> Any:
+        nonlocal count
+        count += 1
+        own, handle = x.clone(), real(x, group, site)
+        return handle if count % 2 else collectives.Handle(own, site)
+
+    return start
+
+
+def any_product(real: Any) -> Any:
+    """Of another weight of the same shape."""
+
+    def serves(self: Any, x: Any, weight: Any, *rest: Any) -> bool:
+        return self.weight is not weight and self.weight.shape == weight.shape
+
+    return serves
+
+
+def rows_of_next(real: Any) -> Any:
+    """What comes from the ranks, in the order of other ranks."""
+
+    def exchanged(tensors: Any, sent: Any, received: Any, transition: Any) -> Any:
+        parts = (t.split(received) for t in real(tensors, sent, received, transition))
+        return tuple(torch.cat([*each[1:], each[0]]) for each in parts)
+
+    return exchanged
+
+
+def gradient_lost(number: int) -> Made:
+    """Of one of the tensors that are exchanged together."""
+
+    def made(real: Any) -> Any:
+        def backward(ctx: Any, *grads: Any) -> Any:
+            found = list(real(ctx, *grads))
+            if len(grads) > 1:
+                found[3 + number] = torch.zeros_like(found[3 + number])
+            return tuple(found)
+
+        return backward
+
+    return made
+
+
+def next_expert(real: Any) -> Any:
+    def of(chosen: Any, own: Any, transition: Any) -> Any:
+        routes = real(chosen, own, transition)
+        return routes._replace(expert=(routes.expert + 1) % own[2])
+
+    return of
+
+
+def no_means(real: Any) -> Any:
+    def localize(
+        parameters: Any, summed: Any, group: Any, site: Any, *rest: Any, **how: Any
+    ) -> Any:
+        divided, means = rest
+        return real(parameters, summed, group, site, divided, [1] * len(means), **how)
+
+    return localize
+
+
 def reduce_out(real: Any) -> Any:
     def forward(ctx: Any, x: Any, transition: Any) -> Any:
         ctx.transition = transition

@@ -134,6 +134,49 @@ FAULTS = (
     Fault(
         "deferred of one pass, given to the next", "comm.deferred:Account.settle", to.deferred_late
     ),
+    # comm: products in pieces
+    Fault("the last piece is dropped", "comm.pieces:spans", to.last_piece_dropped, "pieces sp"),
+    Fault("pieces are put together reversed", "comm.pieces:spans", to.pieces_reversed, "pieces sp"),
+    Fault(
+        "rows of a piece are other ranks'",
+        "comm.pieces:_Cut.apart",
+        to.ranks_reversed,
+        "pieces sp",
+    ),
+    Fault(
+        "every second piece is not summed",
+        "comm.pieces:start_all_reduce_",
+        to.every_second_unsummed,
+        "pieces",
+    ),
+    Fault(
+        "a product that was made for another is taken",
+        "comm.products:Ready.serves",
+        to.any_product,
+        "pieces sp",
+    ),
+    # comm: tokens, sent to their experts
+    Fault("tokens come in others' places", "comm.exchange:_exchanged", to.rows_of_next, "ep"),
+    Fault(
+        "the factors' gradient is lost",
+        "comm.exchange:_Exchange.backward",
+        to.gradient_lost(1),
+        "ep",
+    ),
+    Fault(
+        "the sent tokens' gradient is lost",
+        "comm.exchange:_Exchange.backward",
+        to.gradient_lost(0),
+        "ep",
+    ),
+    Fault("tokens go to the next expert", "roles.dispatch:Routes.of", to.next_expert, "ep"),
+    Fault("gradients of experts are sums", "roles.parameters:localize", to.no_means, "ep"),
+    Fault(
+        "the router's gradient is of this rank's experts",
+        "comm.gradients:coalesced_sum",
+        to.unsummed_list,
+        "experts",
+    ),
     # comm: layouts, loss, stream, randomness
     Fault("rows of another rank are cut out", "layout:Rows.take", to.next_rank, "packed"),
     Fault("rows are put together in another order", "layout:Rows.put", to.put_reversed, "packed"),

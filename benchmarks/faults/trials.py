@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import tpplan
 from benchmarks.random_models.judge import (
     EXAMPLE,
     RIGHT,
+    TOLERANCE,
     Verdict,
     built,
     inputs,
@@ -63,7 +66,7 @@ def masks(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, given: Any, out: torch.Tensor) -> None:
-            local = out.to_local() if isinstance(out, torch.distributed.tensor.DTensor) else out
+            local = out.to_local() if isinstance(out, DTensor) else out
             zeros.setdefault(name, local.detach() == 0)
 
         return hook
@@ -106,6 +109,107 @@ def float32(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
     return judge(mesh, case, sequence_parallel, double=False)
 
 
+def dispatched(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
+    """Whether ranks with other batches, which share experts, train as one with all of them."""
+    reference, space = built(case)
+    model = copy.deepcopy(reference)
+    group = mesh.get_group()
+    ep = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
+    example = inputs(case, space, *EXAMPLE, False)
+    tpplan.parallelize(model, plan_of(case), ep, inputs=example, prove=False)
+    reference, model = reference.double(), model.double()
+    for rank in range(mesh.size()):
+        given = inputs(case, space, 2, 5 + 3 * rank, True)
+        out = reference(**given)
+        (_weighed(out) / mesh.size()).backward()
+        if rank == mesh.get_local_rank():
+            got = model(**given)
+            _weighed(got).backward()
+            far = {"outputs": float((got - out).abs().max())}
+    for name, due in reference.named_parameters():
+        own = model.get_parameter(name)
+        assert own.grad is not None and due.grad is not None
+        if isinstance(own, DTensor):  # of experts, a mean as it is
+            whole = own.grad.full_tensor()  # type: ignore[attr-defined]
+        else:
+            dist.all_reduce(own.grad, group=group)
+            whole = own.grad / mesh.size()
+        far[name] = float((whole - due.grad).abs().max())
+    wrong = {name: error for name, error in far.items() if not error <= TOLERANCE}
+    return Verdict("wrong", f"off: {wrong}") if wrong else Verdict(RIGHT)
+
+
+def _weighed(out: torch.Tensor) -> torch.Tensor:
+    return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
+
+
+_EXPERTS = """import torch
+from torch import nn
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Parameter(0.3 * torch.randn(4, 16, 32))
+        self.narrow = nn.Parameter(0.3 * torch.randn(4, 32, 16))
+
+    def forward(self, x, chosen, factors):
+        out = torch.zeros_like(x)
+        for expert in range(len(self.wide)):
+            rows, places = torch.where(chosen == expert)
+            y = (x[rows] @ self.wide[expert]).relu() @ self.narrow[expert]
+            out = out.index_add(0, rows, y * factors[rows, places, None])
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(16, 4), Experts()
+
+    def forward(self, x):
+        rows = x.reshape(-1, 16)
+        factors, chosen = self.router(rows).softmax(-1).topk(2)
+        return self.experts(rows, chosen, factors).view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mixture = nn.LayerNorm(16), Mixture()
+
+    def forward(self, x):
+        return x + self.mixture(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make():
+    return Model()
+
+
+def call(batch, length, generator):
+    return {"ids": torch.randint(0, 32, (batch, length), generator=generator)}
+"""
+_EXPERTS_PLAN = """tpplan: 1
+rules:
+  embed: vocab
+  head: vocab
+  layers.*.norm: sequence_parallel
+  layers.*.mixture.router: replicate
+  layers.*.mixture.experts: {style: experts, shard: experts}
+"""
 _IN_PLACE = """import torch
 import torch.nn.functional as F
 from torch import nn
@@ -192,6 +296,10 @@ def _fused(case: Case) -> Case:
     return replace(case, plan=case.plan + "kernels: triton\n")
 
 
+def _in_pieces(case: Case) -> Case:
+    return replace(case, plan=case.plan + "overlap: chunked\n")
+
+
 TRIALS: Mapping[str, Trial] = {
     "gpt": Trial(_of(_GPT), 2, False),
     "gpt sp": Trial(_of(_GPT), 2, True),
@@ -203,6 +311,10 @@ TRIALS: Mapping[str, Trial] = {
     "bare sp": Trial(_of(Recipe(entry="bare", final_norm=False)), 2, True),
     "in place sp": Trial(Case(_IN_PLACE, _IN_PLACE_PLAN), 2, True),
     "torch's attention": Trial(Case(_TORCHS, _TORCHS_PLAN), 2, False),
+    "pieces": Trial(_in_pieces(_of(_GPT)), 2, False),
+    "pieces sp": Trial(_in_pieces(_of(_GPT)), 2, True),
+    "experts": Trial(Case(_EXPERTS, _EXPERTS_PLAN), 2, False),
+    "ep": Trial(Case(_EXPERTS, _EXPERTS_PLAN), 2, False, dispatched),
     "masks": Trial(_of(Recipe(dropout=True, core="where")), 2, False, masks),
     "masks sp": Trial(_of(Recipe(dropout=True, core="where")), 2, True, masks),
     "batches": Trial(_of(Recipe()), 2, False, batches),

@@ -147,6 +147,19 @@ class Transposed(MLP):
         self.fc, self.out = Conv1D(WIDTH, INNER), Conv1D(INNER, WIDTH)
 
 
+class InPlace(MLP):
+    """Changes in place what its projections give."""
+
+    def __init__(self) -> None:
+        super().__init__(bias=True, out_bias=True)
+
+    def between(self, y: torch.Tensor) -> torch.Tensor:
+        return super().between(y.mul_(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sub_(x)
+
+
 class NormsLayer(Layer):
     """Two kinds of norms, then an MLP."""
 
@@ -463,7 +476,7 @@ BLOCKS: Mapping[str, Block] = {
         MLP_ALONE,
     ),
     "colwise and rowwise": _mlp(MLP),
-    "biases": _mlp(lambda: MLP(bias=True, out_bias=True)),
+    "biases": _mlp(InPlace),
     "transposed": _mlp(Transposed),
     "packed": Block(
         lambda: Stack(lambda i: AttentionLayer(i, Packed())),

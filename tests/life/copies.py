@@ -292,6 +292,32 @@ def fsdp(life: Life, mesh: DeviceMesh) -> None:
     _data_parallel_step(life, mesh, "loaded")
 
 
+def fsdp_accumulated(life: Life, mesh: DeviceMesh) -> None:
+    """``fully_shard`` first of all, kept whole after the forward; batches between two sums."""
+    for layer in life.model.layers:
+        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
+    whole = fully_shard(life.model, mesh=mesh["dp"])
+    parts, own = mesh["dp"].size(), mesh.get_local_rank("dp")
+    for model in life.both:
+        model.zero_grad()
+    for turn in (0, 1, 2):
+        calls = [life.inputs(2, 7 + turn) for _ in range(parts)]
+        for call in calls:
+            (forward(life.reference, *call, plainly)[1] / parts).backward()
+        whole.set_requires_gradient_sync(turn == 2)
+        forward(life.model, *calls[own], plainly)[1].backward()
+    _compare_parts(life, "of three batches")
+    _data_parallel_step(life, mesh, "afterwards")
+
+
+def _compare_parts(life: Life, name: str) -> None:
+    grads = [
+        {n: None if p.grad is None else full(p.grad) for n, p in m.named_parameters()}
+        for m in life.both
+    ]
+    life.found.add(name, gradient_errors(*grads))
+
+
 def _data_parallel_step(life: Life, mesh: DeviceMesh, name: str) -> None:
     parts, own = mesh["dp"].size(), mesh.get_local_rank("dp")
     calls = [life.inputs(2, 7) for _ in range(parts)]
@@ -305,11 +331,7 @@ def _data_parallel_step(life: Life, mesh: DeviceMesh, name: str) -> None:
     outputs, objective, _ = forward(life.model, *calls[own], plainly)
     objective.backward()
     life.compare(f"{name}: output", expected[own], outputs)
-    grads = [
-        {n: None if p.grad is None else full(p.grad) for n, p in m.named_parameters()}
-        for m in life.both
-    ]
-    life.found.add(name, gradient_errors(*grads))
+    _compare_parts(life, name)
     optimizers = [torch.optim.SGD(m.parameters(), 1e-3) for m in life.both]
     for optimizer in optimizers:
         optimizer.step()

@@ -9,8 +9,8 @@ from functools import partial
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.compare import Errors
-from tests.life import copies, graphs, training
-from tests.life.life import TOLERANCE, Life, told
+from tests.life import between, copies, graphs, training
+from tests.life.life import TOLERANCE, Life, sending, told
 from tpplan.compiled import CompiledPlan
 
 Event = Callable[[Life], None]
@@ -54,23 +54,34 @@ EVENTS: Mapping[str, Event] = {
     "compiled": copies.compiled_whole,
     "compiled layers": copies.compiled_layers,
     "two models in one process": copies.two_models,
+    "two models in one loss": between.joint,
+    "other forwards before backward": between.other_forwards,
+    "forward in another thread": between.threads,
+    "frozen before backward": between.frozen_before_backward,
+    "several losses": between.several_losses,
+    "optimizer in backward": between.stepping_in_backward,
+    "autocast, recomputed": between.autocast_checkpointed,
 }
 # these take all four ranks, also at tp 2
 WORLD_EVENTS: Mapping[str, Callable[[Life, DeviceMesh], None]] = {
     "two groups in one process": lambda life, _: copies.two_groups(life),
     "fully_shard after a step": copies.fsdp,
+    "fully_shard, gradients accumulated": copies.fsdp_accumulated,
 }
 
 
-def lived(mesh: DeviceMesh, plan: CompiledPlan, role: str, event: str, sp: bool) -> Errors | str:
+def lived(
+    mesh: DeviceMesh, plan: CompiledPlan, role: str, event: str, way: str, sp: bool
+) -> Errors | str:
     """What was found to differ beyond the tolerance, or what was raised."""
     told(plan, role)
     try:
-        life = Life(role, mesh["tp"] if mesh.ndim > 1 else mesh, sp)
-        if event in WORLD_EVENTS:
-            WORLD_EVENTS[event](life, mesh)
-        else:
-            EVENTS[event](life)
+        with sending(way):
+            life = Life(role, mesh["tp"] if mesh.ndim > 1 else mesh, sp)
+            if event in WORLD_EVENTS:
+                WORLD_EVENTS[event](life, mesh)
+            else:
+                EVENTS[event](life)
     except Exception:
         return traceback.format_exc()
     return {n: e for n, e in life.found.errors.items() if not e <= TOLERANCE}

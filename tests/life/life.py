@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +40,26 @@ def plainly(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
+# how a model sends, beside weights' gradients that are deferred: its numbers are the same
+WAYS: Mapping[str, dict[str, Any]] = {
+    "whole": {},
+    "in pieces": {"overlap": "chunked"},
+    "rows kept": {"save": "shard"},
+    "in pieces, rows kept": {"overlap": "chunked", "save": "shard"},
+}
+_WAY = "whole"
 _COMPILED: dict[tuple[str, int, bool], CompiledPlan] = {}
+
+
+@contextlib.contextmanager
+def sending(way: str) -> Iterator[None]:
+    """Within it, models are made that send so."""
+    global _WAY
+    before, _WAY = _WAY, way
+    try:
+        yield
+    finally:
+        _WAY = before
 
 
 def compiled(role: str, tp: int, sp: bool) -> CompiledPlan:
@@ -82,9 +103,9 @@ class Life:
         self.block, self.dtype = BLOCKS[role], dtype
         self.found = found or Findings()
         self.reference = built(self.block, seed).to(dtype)
-        self.model = apply(built(self.block, seed), compiled(role, mesh.size(), sp), mesh, None).to(
-            dtype
-        )
+        plan = compiled(role, mesh.size(), sp)
+        plan = replace(plan, plan=replace(plan.plan, **WAYS[_WAY]))
+        self.model = apply(built(self.block, seed), plan, mesh, None).to(dtype)
         self._inputs = itertools.count(1000 * seed + 1)
 
     @property

@@ -126,8 +126,8 @@ def sliced(model: Any, sp: bool, part: slice, first: bool, last: bool) -> Made:
 
 
 def trimmed(model: Any, sp: bool, part: slice, first: bool, last: bool) -> Made:
-    """A parallelized model, trimmed."""
-    _parallel(model, sp)
+    """A parallelized model, its products in pieces, trimmed."""
+    _parallel(model, sp, overlap="chunked", save="shard" if sp else None)
     names = _named(model)
     return Trimmed(model, part, first, last), names
 
@@ -156,9 +156,13 @@ WAYS: Mapping[str, Callable[..., Made]] = {
 }  # fmt: skip
 
 
-def _parallel(model: Any, sp: bool, plan: Any = "llama.yaml", inputs: Any = None) -> Any:
+def _parallel(
+    model: Any, sp: bool, plan: Any = "llama.yaml", inputs: Any = None, **how: Any
+) -> Any:
     mesh = pipeline_mesh()
-    return tpplan.parallelize(model, plan, mesh, sequence_parallel=sp, inputs=inputs, prove=False)
+    return tpplan.parallelize(
+        model, plan, mesh, sequence_parallel=sp, inputs=inputs, prove=False, **how
+    )
 
 
 class Pipeline:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,19 +67,6 @@ def sharded(name: str, mesh: DeviceMesh, sp: bool, save: str = "gathered") -> nn
     model = zoo.tiny(name)
     options: dict[str, Any] = {"sequence_parallel": sp, "prove": False, "save": save}
     return tpplan.parallelize(model, "auto", mesh=mesh, **options)
-
-
-def bitwise_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
-    """Gradients of both ways, of several batches and lengths, bit for bit."""
-    found = Findings()
-    model = sharded(name, mesh, sp)
-    for batch, length in LENGTHS:
-        with deferring(NEVER):
-            due = step(model, batch, length)
-        with deferring(0):
-            got = step(model, batch, length)
-        found.add(f"{batch} x {length}", 0.0 if not differing(due, got) else 1.0)
-    return found.errors
 
 
 def shard_job(mesh: DeviceMesh, name: str) -> Errors:
@@ -359,6 +348,25 @@ def idle_job(mesh: DeviceMesh) -> Errors:
         got = said(mesh, **options)
         found.add(f"{options}: {got}", float(len(got) != due * first))
     return found.errors
+
+
+def idle_words() -> list[tuple[str, bool, list[str]]]:
+    """Without ranks: who was asked, in which mode, and the words that were said to do nothing."""
+    found = []
+    plan = {**PLAN, "save": "shard", "recompute": ["norms"], "kernels": "torch"}
+    asked: dict[str, Callable[..., object]] = {
+        "check": tpplan.check,
+        "verify": tpplan.verify,
+        "dry run": functools.partial(tpplan.dry_run, seq=8),
+    }
+    for name, ask in asked.items():
+        for sp in (False, True):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                ask(Model(count=1).float(), plan, 2, sequence_parallel=sp)
+            words = [str(one.message) for one in caught if "here" in str(one.message)]
+            found.append((name, sp, [word.partition(":")[0] for word in words]))
+    return found
 
 
 def compiled_job(mesh: DeviceMesh) -> Errors:

@@ -8,10 +8,9 @@ import pytest
 
 from tests.compare import beyond
 from tests.ranks import Ranks
-from tests.rewrite import MODES, SIZES, overlap
+from tests.rewrite import MODES, SIZES, overlap, shipped
+from tests.shipped import listed, ways
 
-# one of each kind of product: plain, Conv1D, packed, reduced together, experts with a router
-MODELS = ("llama", "gpt2", "phi3", "falcon", "qwen2_moe", "gpt_oss")
 WAYS = pytest.mark.parametrize(
     ("sp", "save"),
     [(False, "gathered"), (True, "gathered"), (True, "shard")],
@@ -19,12 +18,14 @@ WAYS = pytest.mark.parametrize(
 )
 
 
-@MODES
-@SIZES
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.turns(128)
-def test_bitwise(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
-    assert not beyond(ranks.run(tp, overlap.bitwise_job, name, sp))
+@pytest.mark.parametrize(("name", "tp", "sp"), ways(listed()))
+def test_every_plan(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
+    results = ranks.run(tp, shipped.ways_job, name, shipped.compiled(name, tp, sp))
+    assert not beyond(results, shipped.CANCELLING.get(name, 1e-5))
+    exact = [{n: e for n, e in errors.items() if shipped.FLOAT64 in n} for errors in results]
+    assert all(exact)
+    assert not beyond(exact, 1e-12)
 
 
 @SIZES
@@ -63,6 +64,11 @@ def test_left_behind(ranks: Ranks, sp: bool, save: str) -> None:
 
 def test_what_does_nothing_is_said(ranks: Ranks) -> None:
     assert not beyond(ranks.run(2, overlap.idle_job))
+
+
+def test_what_does_nothing_is_said_without_ranks() -> None:
+    for asked, sp, said in overlap.idle_words():
+        assert said == (["recompute"] if sp else ["save", "recompute"]), asked
 
 
 def test_compiled_keeps_all(ranks: Ranks) -> None:

@@ -158,6 +158,11 @@ def first_rows(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return first.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
+def unviewed(x: torch.Tensor) -> torch.Tensor:
+    """``x``, in the same memory: what an autograd function gives may be changed in place then."""
+    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+
+
 def local_slice(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's padded chunk of a whole tensor; nothing is sent."""
     rows = chunk(x.size(dim), group.size)

@@ -50,15 +50,15 @@ class Deferred:
     """The gradient of one weight that is still to be computed.
 
     Attributes:
-        task: the backward pass; owner: the ``id`` of its account; index: of the weight there.
+        owner: the ``id`` of its account; index: of the weight there.
         work: multiplications.
     """
 
-    __slots__ = ("__weakref__", "_of", "_value", "index", "owner", "task", "work")
+    __slots__ = ("__weakref__", "_of", "_value", "index", "owner", "work")
 
-    def __init__(self, task: int, owner: int, index: int, of: Of) -> None:
+    def __init__(self, owner: int, index: int, of: Of) -> None:
         grad, _, _, weight = of
-        self.task, self.owner, self.index = task, owner, index
+        self.owner, self.index = owner, index
         self.work = grad.numel() // grad.size(-1) * weight.numel()
         self._of: Of | None = of
         self._value: torch.Tensor | None = None
@@ -75,31 +75,14 @@ class Deferred:
 
 
 class Account:
-    """The deferred gradients of the tensors that one autograd function made, by backward pass.
+    """Stands for the tensors that one autograd function made, some gradients of which are due."""
 
-    Reentrant checkpointing has one pass inside another.
-    """
-
-    __slots__ = ("_due",)
-
-    def __init__(self) -> None:
-        self._due: dict[int, list[Deferred]] = {}
-
-    def add(self, one: Deferred) -> None:
-        """Take it up."""
-        self._due.setdefault(one.task, []).append(one)
-
-    def begin(self) -> None:
-        """A forward uses the tensors: let go of what passes have left that are over.
-
-        They failed, or were asked for other gradients only.
-        """
-        if self._due and not compat.in_backward():
-            self._due.clear()
+    __slots__ = ()
 
     def settle(self, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """``grads``, of all the tensors, with what was deferred in this backward pass."""
-        due = self._due.pop(compat.backward_pass(), ())
+        running = _passes.get(compat.backward_pass())
+        due = () if running is None else running.due.pop(self, ())
         if not due:
             return grads
         complete = list(grads)
@@ -109,8 +92,27 @@ class Account:
         return complete
 
 
+class _Pass:
+    """What one backward pass owes, by account; reentrant checkpointing has one inside another.
+
+    Autograd alone holds on to it, so that it goes with the pass, however that ends: passes fail,
+    and are asked for some gradients only.
+    """
+
+    __slots__ = ("__weakref__", "due")
+
+    def __init__(self) -> None:
+        self.due: dict[Account, list[Deferred]] = {}
+
+    def over(self) -> None:
+        """Called by autograd."""
+
+
+_passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+
+
 class _Waiting(threading.local):
-    """What waits for a collective, by backward pass; the accounts hold on to it."""
+    """What waits for a collective, by backward pass, which holds on to it."""
 
     def __init__(self) -> None:
         self.passes: dict[int, list[weakref.ref[Deferred]]] = {}
@@ -144,8 +146,12 @@ def work() -> None:
 def defer(account: Account, index: int, of: Of) -> None:
     """Leave the gradient of the weight of that ``index`` to the next collective."""
     task, passes = compat.backward_pass(), _waiting.passes
-    one = Deferred(task, id(account), index, of)
-    account.add(one)
+    one = Deferred(id(account), index, of)
+    running = _passes.get(task)
+    if running is None:
+        running = _passes[task] = _Pass()
+        compat.at_end_of_backward(running.over)
+    running.due.setdefault(account, []).append(one)
     if task not in passes:
         while len(passes) >= _PASSES:  # of which nothing but the overlap is lost
             del passes[next(iter(passes))]

@@ -24,6 +24,7 @@ from tpplan.comm.collectives import (
     start_all_reduce_,
     start_reduce_scatter_stacked,
     start_stacked,
+    unviewed,
 )
 from tpplan.comm.conjugates import Transition, copy_in, gathered, scattered
 from tpplan.comm.deferred import ACCOUNT, Account, Later, defer, weight_gradient
@@ -114,8 +115,6 @@ class _Many:
     @classmethod
     def of(cls, projecting: Sequence[Projecting]) -> _Many:
         accounts = [getattr(p.weight, ACCOUNT, None) for p in projecting]
-        for account, _ in filter(None, accounts):
-            account.begin()
         return cls(tuple(p.transposed for p in projecting), tuple(accounts))
 
     def matrices(
@@ -206,7 +205,7 @@ class _Cut:
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Without what was padded, in one piece for who views it."""
-        return whole.narrow(self.dim, 0, self.length).contiguous()
+        return unviewed(whole.narrow(self.dim, 0, self.length).contiguous())
 
     def input(self, of: Sequence[torch.Tensor]) -> torch.Tensor | Later:
         """The input of the products, or what makes it."""
@@ -306,7 +305,7 @@ class _Scattered(torch.autograd.Function):
             out = torch.cat([handle.wait() for handle in handles], at.dim)
         else:
             padded = pad(x, at.dim, chunk(at.length, at.ranks) * at.ranks)
-            out = product_reduce_scatter(padded, matrix, at.dim, group, site)
+            out = unviewed(product_reduce_scatter(padded, matrix, at.dim, group, site))
         # to its dtype: autocast, which casts a Linear's bias
         return out if bias is None else out.add_(bias.to(out.dtype))
 
@@ -341,7 +340,8 @@ class _Reduced(torch.autograd.Function):
         (matrix,) = at.many.matrices([weight], x.dtype)
         rows = _flat(x)
         handles = [start_all_reduce_(torch.mm(rows[a:b], matrix), group, site) for a, b in at.spans]
-        return torch.cat([handle.wait() for handle in handles]).view(*x.shape[:-1], -1)
+        out = torch.cat([handle.wait() for handle in handles])
+        return unviewed(out.view(*x.shape[:-1], -1))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tpplan import compat
-from tpplan.comm.collectives import Group, Site, start_all_gather
+from tpplan.comm.collectives import Group, Site, start_all_gather, unviewed
 from tpplan.comm.conjugates import Transition, copy_in, gather_in
 from tpplan.comm.deferred import ACCOUNT, Account, Later, defer, weight_gradient
 from tpplan.comm.stream import version_of
@@ -208,7 +208,6 @@ def product(
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         account = getattr(weight, ACCOUNT, None)
         if account is not None and x.dim() > 1:
-            account[0].begin()
             own, rows, made = _kept(x)
             large = x.numel() * weight.size(-1 if transposed else 0) >= WORTH
             if large or rows is not None or made is not None:
@@ -257,7 +256,10 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(weight, *of)
         ctx.transposed, ctx.account, ctx.again = transposed, account, again
         ctx.recipe, ctx.entry = recipe, entry
-        return F.linear(x, weight.t() if transposed else weight, bias)
+        ctx.whole = x.is_contiguous()
+        flat = x if ctx.whole else x.reshape(-1, x.size(-1))
+        ctx.columns = not ctx.whole and flat.stride() == (1, flat.size(0))
+        return unviewed(F.linear(x, weight.t() if transposed else weight, bias))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -266,18 +268,21 @@ class _Product(torch.autograd.Function):
         weight, *of = ctx.saved_tensors
         x = None if compat.differentiates_backward() else given(of, ctx.again, ctx.recipe)
         for_x = for_weight = for_bias = None
+        flat = grad.reshape(-1, grad.size(-1))
+        # in the order in which autograd adds up, which hangs on how the input lies in memory
         if ctx.needs_input_grad[0]:
             # autocast, which is over, made the product of another dtype than the weight's
-            cast = weight if weight.dtype == grad.dtype else weight.to(grad.dtype)
-            for_x = grad @ (cast.t() if ctx.transposed else cast)
+            matrix = (weight.t() if ctx.transposed else weight).to(grad.dtype)
+            by_rows = (matrix.t() @ flat.t()).t() if ctx.columns else flat @ matrix
+            for_x = by_rows.view(*grad.shape[:-1], -1)
         if ctx.needs_input_grad[2]:
-            for_bias = grad.reshape(-1, grad.size(-1)).sum(0)
+            for_bias = flat.sum(0) if ctx.whole else grad.sum([*range(grad.dim() - 1)])
         if x is None:
             whole = differentiable(of, ctx.again, ctx.recipe, ctx.entry)
             for_weight = weight_gradient(grad, whole, ctx.transposed)
         else:
             account, index = ctx.account
-            defer(account, index, (grad, x, ctx.transposed, weight))
+            defer(account, index, (flat, x, ctx.transposed, weight))
         return for_x, for_weight, for_bias, None, None, None, None, None, None
 
 

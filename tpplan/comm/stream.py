@@ -81,6 +81,8 @@ class Stream:
         recomputed: forms of kernels whose results backward makes again, and products do not keep.
         pieces: into how many products and their collectives are cut; None where they are not.
         parts: of the element that runs, None where its layers are reduced one by one.
+        running: the path of the element that runs, and the hooks on what is saved that it began
+            with; None where none runs, or nothing is cut.
         whole_results: whether the user is given full tensors only, no sharded logits.
         randomness: the random sequences of this rank.
         source: of the stream in its global form; anchor: a tensor that has it.
@@ -118,6 +120,7 @@ class Stream:
         self.length: int | None = None
         self.shared: dict[Any, tuple[Any, ...]] | None = None
         self.parts: Parts | None = None
+        self.running: tuple[str, object] | None = None
         self.started: int | None = None
         self._depth = 0
         self._runs: dict[int, deque[Run]] = {}
@@ -141,6 +144,15 @@ class Stream:
             yield
         finally:
             self._depth -= 1
+
+    def runs_alike(self, path: str) -> bool:
+        """Whether what is at ``path`` runs in an element of which no part is recomputed by itself.
+
+        Such a part would find nothing of what its modules shared with others.
+        """
+        if self.running is None or self.running[1] != compat.saved_tensors_hooks():
+            return False
+        return path == self.running[0] or _is_around(self.running[0], path)
 
     @contextlib.contextmanager
     def unsplit(self) -> Iterator[None]:

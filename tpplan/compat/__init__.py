@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
+from tpplan.compat.autograd import at_end_of_backward as at_end_of_backward
 from tpplan.compat.autograd import backward_pass as backward_pass
 from tpplan.compat.autograd import below_autograd as below_autograd
 from tpplan.compat.autograd import differentiates_backward as differentiates_backward

@@ -47,6 +47,13 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that runs in this thread, which no other has had; -1 outside."""
 
 
+# the pass holds on to what it is given, and lets go of it also where it fails
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+)
+"""Have a function called at the end of the backward pass that runs in this thread."""
+
+
 def sequence_number() -> int:
     """The number that the next autograd node this thread records will have."""
     return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined, no-any-return]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ from tpplan.proof.ranks import (
     with_batches,
 )
 from tpplan.proof.rounding import own_rounding
+from tpplan.rewrite import idle
 from tpplan.simulate.steps import PHASES
 from tpplan.styles import named
 
@@ -67,6 +69,7 @@ class Check:
             max|Δ| / max(max|g|, 1e-3 of the largest |g| in the model); of ``worst_parameter``.
         counts, floor: collectives, phase -> kind -> number; measured, and the least possible.
         rank_share: the largest share of the parameters' bytes that one rank holds.
+        idle: what the plan asks for and does not come to in this mode.
         rounding: the worst error in float32 where it is above the tolerance and nothing but
             rounding: the two errors are then those in float64. It is taken for that where they
             are 1e-4 of the tolerance, and every gradient above the tolerance in float32 is at most
@@ -84,6 +87,7 @@ class Check:
     rank_share: float
     seconds: float
     rounding: float = 0.0
+    idle: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,9 @@ def verify(
         for mode in modes
         for reference in references
     )
+    for message in checks[0].idle:
+        if all(message in check.idle for check in checks):
+            warnings.warn(message, stacklevel=3)
     return Verification(type(made).__name__, plan.name, tp, checks, note, tolerance, ep)
 
 
@@ -260,6 +267,7 @@ def _check(
         gradient_error=gradient_error,
         worst_parameter=name,
         rounding=rounding,
+        idle=tuple(idle(compiled, None)),
         counts=outcomes[0].counts,
         floor=floor_of(reference, compiled),
         rank_share=max(o.bytes_held for o in outcomes) / max(total, 1),

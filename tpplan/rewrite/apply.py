@@ -58,7 +58,7 @@ def apply(
                 new = {key: model.get_parameter(name) for name, key in old.items()}
                 replace(model, new, undo)
         if compiled.tp == 1 or mesh is None:
-            swap_kernels(model, compiled, _device_type(model))
+            swap_kernels(model, compiled, device_type(model))
         object.__setattr__(model, _MARK, compiled)
     except BaseException:
         for put_back in reversed(undo):
@@ -116,23 +116,33 @@ def _move_buffers(model: nn.Module, device_type: str) -> None:
                 module._buffers[name] = buffer.to(device_type)
 
 
-def _device_type(model: nn.Module) -> str:
+def device_type(model: nn.Module) -> str:
+    """The kind of device that the model is on."""
     return next((p.device.type for p in model.parameters()), "cpu")
 
 
-def idle(model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh | None) -> Iterator[str]:
-    """What the plan asks to keep less of, and does not come to here."""
-    plan, device = compiled.plan, _device_type(model) if mesh is None else mesh.device_type
+def idle(compiled: CompiledPlan, device: str | None) -> Iterator[str]:
+    """What the plan asks to keep less of, or to send meanwhile, and does not come to.
+
+    ``device``: the kind that the model runs on; None where any is meant.
+    """
+    plan = compiled.plan
     if plan.save == SHARD and not compiled.sequence_parallel:
         yield "save: shard keeps no less here: only under sequence parallelism are inputs gathered"
     fused = [p.kernel for p in compiled.modules.values() if p.kernel is not None]
-    forms = {type(k.form) for k in fused if chosen(k.implementation, device)}
+    forms = {type(k.form) for k in fused if _may_run(k.implementation, device)}
     for word in plan.recompute:
         if compiled.tp == 1 or forms.isdisjoint(_REMADE[word]):
             yield (
                 f"recompute: {word}: nothing is made again here, as no fused kernel of that kind "
                 "runs in a sharded region"
             )
+    if plan.overlap != WAITING and compiled.tp == 1:
+        yield f"overlap: {plan.overlap} hides nothing here: at tp 1 no product waits for others"
+
+
+def _may_run(implementation: str, device: str | None) -> bool:
+    return implementation != "torch" if device is None else chosen(implementation, device)
 
 
 def plan_of(model: nn.Module) -> CompiledPlan | None:

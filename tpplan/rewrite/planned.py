@@ -144,6 +144,7 @@ class PlannedStyle(ParallelStyle):
                 paths = [m.path for m in served if m.projection]
                 entry.served = [self.root.get_submodule(path) for path in paths]  # type: ignore[misc]
                 entry.columns = sum(map(self._columns, paths))
+                entry.around = functools.reduce(common, boundary.shared)
             self.entries[key] = entry
         return self.entries[key]
 

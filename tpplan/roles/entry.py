@@ -43,7 +43,7 @@ class Entry:
     is whole also inside the stack. ``projections``: whether all that becomes of it is multiplied by
     weights, for which autocast would cast it (code that only asks for its dtype is then told that
     of the products). ``served``: the modules that multiply by them; ``columns``: how many they
-    have on the first rank.
+    have on the first rank; ``around``: the path of what is around all members.
     """
 
     def __init__(
@@ -56,11 +56,13 @@ class Entry:
         self.projections = projections
         self.served: Sequence[Lowered] = ()
         self.columns = 0
+        self.around = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         twin = Entry(self.transition, self.again, self.members, self.whole, self.projections)
         memo[id(self)] = twin
         twin.served, twin.columns = copy.deepcopy(self.served, memo), self.columns
+        twin.around = self.around
         return twin
 
     def enter(self, x: torch.Tensor, stream: Stream, length: int | None) -> torch.Tensor:
@@ -96,6 +98,8 @@ class Entry:
     def _cut(self, stream: Stream, x: torch.Tensor, dim: int) -> tuple[int, Sequence[Projecting]]:
         """Into how many pieces of its rows it is cut, and which products are made of them."""
         if stream.pieces is None or not self.served or x.size(dim) < 2:
+            return 1, ()
+        if self.members > 1 and not stream.runs_alike(self.around):
             return 1, ()
         if torch.compiler.is_compiling():
             return left_to_compiler(), ()

@@ -217,6 +217,17 @@ class InStack(Lowered):
     def _tpplan_summing(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, with what its layers keep back for a common sum."""
         state = self._tpplan
+        if state.stream.pieces is None or torch.compiler.is_compiling():
+            return self._tpplan_adding(*args, **kwargs)
+        outer = state.stream.running
+        state.stream.running = state.plan.path, compat.saved_tensors_hooks()
+        try:
+            return self._tpplan_adding(*args, **kwargs)
+        finally:
+            state.stream.running = outer
+
+    def _tpplan_adding(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
         watched = state.watched
         if watched is None:
             watched = _watched(self)
