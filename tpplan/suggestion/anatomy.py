@@ -55,7 +55,8 @@ class _Builder:
         calls = element_calls(trace, self.units)
         self.root = not calls
         self.calls = calls or trace.calls[:1]
-        self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.tensors = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.tensors |= {name for name, _ in model.named_buffers()}
         self.modules = {path for path, _ in model.named_modules()}
         self.total = sum(p.numel() for p in model.parameters())
         self.slots: dict[object, Slot] = {}
@@ -140,7 +141,7 @@ class _Builder:
         return Cuts(layouts, self.units, self.bench, self.tp).variants()
 
     def _exists(self, path: str) -> bool:
-        return path in self.parameters or path in self.modules
+        return path in self.tensors or path in self.modules
 
     def _add(self, key: object, members: Mapping[str, str], variants: Sequence[Decision]) -> None:
         """A slot of modules that all get the same style, or more members of one."""
@@ -165,7 +166,7 @@ class _Builder:
         kind = self.units.kinds.get(path)
         if decision == _TOGETHER and kind is not Kind.TABLE:
             return _SHARDED
-        bare = path in self.parameters
+        bare = path in self.tensors
         return WHOLE if decision == ON_ROWS and bare else decision
 
     def _add_stream(self, call: Call, parts: ElementParts) -> None:

@@ -46,11 +46,16 @@ class Cuts:
         end = end.removeprefix(f"{self.around}.")
         norms = self._norms()
         products = [p for p, kind in self.inner.items() if kind is Kind.PRODUCT and p != end]
-        seen = hanging(module, given, end, norms, products)
-        if seen is None:
-            return []
-        changes = changes_for(module, given, end, seen, norms, self.tp)
-        return list(self._written(seen, changes or (), end))
+        readings = hanging(module, given, end, norms, products)
+        told = [changes_for(module, given, end, seen, norms, self.tp) for seen in readings]
+        if all(changes is None for changes in told):
+            return [] if not readings else list(self._written(readings[-1], (), end))
+        return [
+            variant
+            for seen, changes in zip(readings, told, strict=True)
+            if changes is not None
+            for variant in self._written(seen, changes, end)
+        ]
 
     def _norms(self) -> list[str]:
         """Modules with a number for each column of what they are given, heads not told apart."""

@@ -47,6 +47,7 @@ class Hanging:
             shared; None where all of it is for all ranks.
         unseen: buffers on which nothing hangs at this length.
         columns: what was given to the last product and these; sums: what these gave.
+        shared: how many numbers ranks share.
     """
 
     width: int
@@ -56,6 +57,7 @@ class Hanging:
     unseen: dict[str, torch.Tensor] = field(default_factory=dict)
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    shared: int = 0
 
     @property
     def left(self) -> int:
@@ -69,21 +71,24 @@ def hanging(
     end: str,
     norms: Sequence[str],
     products: Sequence[str],
-) -> Hanging | None:
-    """What is seen with as many cut numbers as can be.
+) -> list[Hanging]:
+    """What is seen, and what is with a product whose sum the region goes on with, if that is more.
 
     Args:
         end: the last product, by its path inside of ``module``; products: the others.
         norms: modules that normalise, perhaps over what is to be cut.
     """
     with torch.enable_grad():
-        best = _seen(module, given, end, (), norms)
-        matrices = 0 if best is None else _matrices(module, best)
-        for product in products if best is None or matrices else ():
-            other = _seen(module, given, end, (product,), norms)
-            if other is not None and (best is None or other.left < best.left):
-                best = other
-    return best
+        first = _seen(module, given, end, (), norms)
+        if first is not None and not _matrices(module, first):
+            return [first]
+        found = [_seen(module, given, end, (product,), norms) for product in products]
+    others = [seen for seen in found if seen is not None]
+    best = min(others, key=lambda seen: seen.left, default=None)
+    if best is None or (first is not None and best.left >= first.left):
+        return [] if first is None else [first]
+    # a sum is sent, so that it has to spare much
+    return [best] if first is None or first.left > first.shared else [first, best]
 
 
 def _matrices(module: nn.Module, seen: Hanging) -> int:
@@ -144,6 +149,7 @@ def _sort(
             continue
         elif cut is not None:
             found.cuts[name] = cut
+            found.shared += tensors[name].numel()
         elif bool(masks[0].any()):
             found.whole[name] = tensors[name].numel()
 

@@ -41,7 +41,8 @@ class Change:
 def heads_of(seen: Hanging) -> int:
     """How many heads there are, where something has a number for each; 0 where nothing has."""
     parts = [part for cut in seen.cuts.values() for part in cut.parts]
-    return min((part.units for part in parts if part.width == 1), default=0)
+    alone = (p.units for p in parts if p.width == 1 and p.units < seen.width)
+    return min(alone, default=0)
 
 
 def by_heads(part: Part, heads: int) -> Part:
@@ -72,8 +73,9 @@ def changes_for(
             return None
         ranks.append(part)
     open_ = list(_candidates(module, seen, tp))
-    tries = itertools.islice(_subsets(open_), _TRIED)
-    for chosen in tries:
+    own = [ways for ways in open_ if "." not in ways[0].name]
+    tries = itertools.chain(_subsets(own), _subsets(open_))
+    for chosen in itertools.islice(tries, _TRIED):
         if all(
             _computes(part, given, end, seen, norms, chosen, rank, tp)
             for rank, part in enumerate(ranks)
