@@ -12,12 +12,16 @@ from tpplan.observe.trace import Call, Trace
 from tpplan.planner.views import KEEPING, VIEWS
 from tpplan.styles import runs_as
 from tpplan.styles.vocab import VOCAB
+from tpplan.suggestion.bench import Bench
+from tpplan.suggestion.cuts import Cuts, roles_of
 from tpplan.suggestion.draft import Decision, Slot
 from tpplan.suggestion.layouts import GATHERED, ON_ROWS, WHOLE, Layouts
 from tpplan.suggestion.regions import ElementParts, Reader, element_calls, mixing, streamed
 from tpplan.suggestion.units import Kind, Units
 
 _SMALL = 0.005
+_FIRST = 3
+"""Of attention the likeliest layouts, tried before what its numbers show."""
 _SHARDED = Decision(VOCAB.name)
 _TOGETHER = Decision(VOCAB.name, {"output": "gather"})
 
@@ -35,24 +39,30 @@ class Anatomy:
     elements: tuple[str, ...]
 
 
-def anatomy_of(model: nn.Module, trace: Trace) -> Anatomy:
-    """Everything with parameters that a rule has to be found for."""
-    return _Builder(model, trace).build()
+def anatomy_of(model: nn.Module, trace: Trace, tp: int, bench: Bench | None) -> Anatomy:
+    """Everything with parameters that a rule has to be found for.
+
+    Args:
+        tp: the ranks that are to share it; bench: what regions are run on, if they can be.
+    """
+    return _Builder(model, trace, tp, bench).build()
 
 
 class _Builder:
-    def __init__(self, model: nn.Module, trace: Trace) -> None:
-        self.model, self.trace = model, trace
+    def __init__(self, model: nn.Module, trace: Trace, tp: int, bench: Bench | None) -> None:
+        self.model, self.trace, self.tp, self.bench = model, trace, tp, bench
         self.units = Units(model, trace)
         calls = element_calls(trace, self.units)
         self.root = not calls
         self.calls = calls or trace.calls[:1]
-        self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.tensors = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.tensors |= {name for name, _ in model.named_buffers()}
         self.modules = {path for path, _ in model.named_modules()}
         self.total = sum(p.numel() for p in model.parameters())
         self.slots: dict[object, Slot] = {}
         self.sizes: dict[object, int] = {}
         self.taken: set[str] = set()
+        self.beside: dict[object, set[str]] = {}
 
     def build(self) -> Anatomy:
         holders = self._holders()
@@ -100,10 +110,15 @@ class _Builder:
         known = self.slots.get(key)
         if known is None or len(paths) > self.sizes[key]:
             self.sizes[key] = len(paths)
-            sharded = layouts.sharded()
+            seen = self._seen(layouts)
+            first = _FIRST if layouts.shapes.attends else 0
+            usual = layouts.sharded()
+            sharded = [*usual[:first], *seen, *usual[first:]]
+            beside = sorted(roles_of(seen) - {*paths})
+            self.beside[key] = {starred(path, call.path) for path in beside}
             variants = tuple(
                 {starred(path, call.path): decision for path, decision in one.items()}
-                for one in (*sharded, *layouts.left_whole(alone))
+                for one in (*sharded, *layouts.left_whole(alone, beside))
             )
             around = "/".join(starred(p, call.path) for p in (region.rows or paths)[:2])
             members = {} if known is None else known.members
@@ -117,10 +132,16 @@ class _Builder:
                 if path not in those and self._exists(path):
                     those.append(path)
         slot.members = {role: tuple(held) for role, held in held_by.items()}
-        self.taken.update(paths)
+        self.taken.update(paths, (_unstarred(role, call.path) for role in self.beside[key]))
+
+    def _seen(self, layouts: Layouts) -> list[dict[str, Decision]]:
+        """The ways to shard a region that its numbers show."""
+        if self.bench is None:
+            return []
+        return Cuts(layouts, self.units, self.bench, self.tp).variants()
 
     def _exists(self, path: str) -> bool:
-        return path in self.parameters or path in self.modules
+        return path in self.tensors or path in self.modules
 
     def _add(self, key: object, members: Mapping[str, str], variants: Sequence[Decision]) -> None:
         """A slot of modules that all get the same style, or more members of one."""
@@ -145,7 +166,7 @@ class _Builder:
         kind = self.units.kinds.get(path)
         if decision == _TOGETHER and kind is not Kind.TABLE:
             return _SHARDED
-        bare = path in self.parameters
+        bare = path in self.tensors
         return WHOLE if decision == ON_ROWS and bare else decision
 
     def _add_stream(self, call: Call, parts: ElementParts) -> None:

@@ -85,8 +85,8 @@ def find(
 def _found(model: nn.Module, task: Task, told: Say) -> Suggestion:
     tp, inputs = task.tp, task.inputs
     told("tracing the model")
-    folds, short, anatomy = shortened(model, inputs)
-    search = Search(stand_in(model, short, anatomy, inputs), anatomy, tp, inputs, told)
+    folds, short, anatomy = shortened(model, inputs, tp)
+    search = Search(stand_in(model, short, anatomy, inputs, tp), anatomy, tp, inputs, told)
     search.run()
     if not any(slot.region and not slot.left_whole for slot in anatomy.slots):
         raise _nothing(search)

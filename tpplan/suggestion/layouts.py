@@ -6,7 +6,7 @@ The first is what most models are; the compiler's proof says which of them is ri
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -73,15 +73,17 @@ class Layouts:
             found += [{**base, **packed, **stated} for stated in self._stated(packed)]
         return list(_distinct(found))[:_MOST]
 
-    def left_whole(self, alone: bool) -> list[dict[str, Decision]]:
+    def left_whole(self, alone: bool, beside: Iterable[str] = ()) -> list[dict[str, Decision]]:
         """With the stream gathered, of single modules on a rank's rows first.
 
         Args:
-            alone: whether no other region is in the module around it.
+            alone: whether no other region is in the module around it; beside: what else of the
+                region has rules where it is sharded.
         """
         if alone and self.around and self.around != self.element.path:
             return [{self.around: decision} for decision in (GATHERED, WHOLE)]
-        held = [path for path in self.region.everything() if path not in self.region.bare]
+        found = dict.fromkeys((*self.region.everything(), *beside))
+        held = [path for path in found if path not in self.region.bare]
         return [dict.fromkeys(held, decision) for decision in (ON_ROWS, GATHERED, WHOLE)]
 
     # --- what a trace shows
@@ -154,7 +156,7 @@ class Layouts:
         fixed |= dict.fromkeys(region.multihead, Decision(ATTENTION.name))
         fixed |= dict.fromkeys(region.tables, Decision(COLWISE.name))
         if region.whole and not region.stacked:
-            fixed |= self._gathering()
+            fixed |= self.entry()
         own, bare = self._scales(), self._bare()
         other = {path: _other(decision) for path, decision in own.items()}
         for scales in _distinct([own, other]):
@@ -162,7 +164,7 @@ class Layouts:
             if bare:
                 yield {**fixed, **scales}
 
-    def _gathering(self) -> dict[str, Decision]:
+    def entry(self) -> dict[str, Decision]:
         """Where what replicated layers make of the stream enters with it."""
         call = self.calls.get(self.around)
         if call is None or call.index == self.element.index:

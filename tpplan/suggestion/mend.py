@@ -98,9 +98,9 @@ class _Mending:
         self.until = time.monotonic() + _SECONDS
         self.names = Names(model)
         told("looking for what would be right")
-        _, short, anatomy = shortened(model, inputs)
+        _, short, anatomy = shortened(model, inputs, tp)
         self.slots = anatomy.slots
-        self.small = stand_in(model, short, anatomy, inputs)
+        self.small = stand_in(model, short, anatomy, inputs, tp)
         self.search = Search(self.small, anatomy, tp, inputs, told)
         self.faulty: list[Slot] = []
         self.fine: list[Slot] = []

@@ -31,6 +31,7 @@ class Names:
             own = (*module._parameters, *module._buffers)
             order.update(dict.fromkeys(f"{path}.{leaf}".lstrip(".") for leaf in own))
         self.places = {name: i for i, name in enumerate(order)}
+        self.values = frozenset(self.tensors)
         self._known: dict[str, frozenset[str]] = {}
 
     def matched(self, text: str) -> frozenset[str]:
@@ -119,7 +120,8 @@ def _joined(
     for from_end, endings in itertools.product((1, 2, 3, 4, 5), (True, False)):
         groups: dict[object, list[_Found]] = {}
         for text, of in texts:
-            key = _alike(text, from_end, endings)
+            # a pattern that matches a module is of no parameter
+            key = _alike(text, from_end, endings), min(of) in names.values
             last = groups.get(key, [])[-1:]
             # outside of layers only what nothing else lies between
             apart = last and max(map(order.__getitem__, last[0][1])) + 1 != min(

@@ -25,6 +25,7 @@ from tpplan.suggestion.patterns import Names, patterns_of
 from tpplan.suggestion.text import plan_from, written
 
 _ROUNDS = 60
+_AGAIN = 2
 Say = Callable[[str], None]
 
 
@@ -61,9 +62,12 @@ class Search:
             PlanError: where even what is left cannot be proved.
         """
         # what is left whole is held whole where it is tried, for which a model can be too large
-        for slot in self.anatomy.slots if size_of(self.model) <= RUNNABLE else ():
-            if slot.region:
-                self.settle_alone(slot)
+        regions = [slot for slot in self.anatomy.slots if slot.region]
+        for slot in regions if size_of(self.model) <= RUNNABLE else ():
+            self.settle_alone(slot)
+        for slot in [s for s in regions if s.left_whole]:
+            if not all(other.left_whole for other in regions):
+                self._settle_beside(slot)
         self._settle(False)
         self._go_back(False)
         before = [slot.at for slot in self.anatomy.slots]
@@ -155,11 +159,26 @@ class Search:
             if error is None or not slot.advance(first_line(error)):
                 return
 
-    def others(self, slot: Slot) -> dict[str, Decision]:
-        """All but a region, whole."""
+    def _settle_beside(self, slot: Slot) -> None:
+        """The same beside others as they were taken, which may not be right when they are whole."""
+        taken, others = slot.at, self.others(slot, settled=True)
+        for at in range(min(slot.sharded, _AGAIN)):
+            slot.at = at
+            if self._refused({**others, **slot.decisions()}, False) is None:
+                slot.refused = slot.refused[:at]
+                return
+        slot.at = taken
+
+    def others(self, slot: Slot, settled: bool = False) -> dict[str, Decision]:
+        """All but a region, whole.
+
+        Args:
+            settled: whether those that were settled are as they were taken.
+        """
         found: dict[str, Decision] = {}
         for other in self.anatomy.slots:
-            if other is not slot and other.stacked:
+            taken = other.stacked or (settled and other.region and not other.left_whole)
+            if other is not slot and taken:
                 found.update(other.decisions())  # experts that are whole hang on numbers
             elif other is not slot:
                 # of what is around them, which may be around this one too, nothing is said

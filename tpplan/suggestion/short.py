@@ -13,21 +13,25 @@ from tpplan.models import RUNNABLE, ModelError, made_runnable
 from tpplan.planner.match import Matches
 from tpplan.simulate.folding import Fold, find_folds, shortened_model
 from tpplan.suggestion.anatomy import Anatomy, anatomy_of
+from tpplan.suggestion.bench import bench_for
 from tpplan.suggestion.patterns import Names
 from tpplan.suggestion.search import size_of
 from tpplan.suggestion.traced import trace_of
 
 
-def shortened(model: nn.Module, inputs: Any) -> tuple[Sequence[Fold], nn.Module, Anatomy]:
+def shortened(model: nn.Module, inputs: Any, tp: int) -> tuple[Sequence[Fold], nn.Module, Anatomy]:
     """How a deep model is folded, what is left of it, and the anatomy of the whole."""
     folds = find_folds(model, Matches({}, {}, (), {}))
     if folds:
         short = shortened_model(model, dict.fromkeys(folds, 0))
         try:
-            return folds, short, _unfolded(anatomy_of(short, trace_of(short, inputs)), folds, model)
+            bench = bench_for(short, model, inputs)
+            anatomy = anatomy_of(short, trace_of(short, inputs), tp, bench)
+            return folds, short, _unfolded(anatomy, folds, model)
         except PlanError:
             pass  # its code may count what was left out
-    return (), model, anatomy_of(model, trace_of(model, inputs))
+    bench = bench_for(model, model, inputs)
+    return (), model, anatomy_of(model, trace_of(model, inputs), tp, bench)
 
 
 def _unfolded(anatomy: Anatomy, folds: Sequence[Fold], model: nn.Module) -> Anatomy:
@@ -53,13 +57,16 @@ def _source(path: str, folds: Sequence[Fold]) -> str:
     return path
 
 
-def stand_in(model: nn.Module, short: nn.Module, anatomy: Anatomy, inputs: Any) -> nn.Module:
+def stand_in(
+    model: nn.Module, short: nn.Module, anatomy: Anatomy, inputs: Any, tp: int
+) -> nn.Module:
     """What plans are tried on: of a large model the same code made small, if that has it all."""
     if size_of(short) <= RUNNABLE or inputs is not None:
         return short
     try:
         small, _ = made_runnable(model)
-        same = anatomy_of(small, trace_of(small, None, again=False))
+        bench = bench_for(small, small, None)
+        same = anatomy_of(small, trace_of(small, None, again=False), tp, bench)
     except (ModelError, PlanError):
         return short
     told = {slot.name: slot.variants for slot in anatomy.slots}

@@ -43,7 +43,7 @@ def written(
         rule = [f"  {f'{text}: ':<{column}}{_rule(decision)}"]
         if len(rule[0]) > _LINE and decision.options:
             told = {"style": decision.style, **decision.options}
-            rule = [f"  {text}:", *(f"    {key}: {_flow(value)}" for key, value in told.items())]
+            rule = [f"  {text}:", *(line for item in told.items() for line in _entry(*item))]
         where.update(dict.fromkeys(range(len(lines) + 1, len(lines) + len(rule) + 1), paths))
         lines += rule
     return "\n".join(lines) + "\n", where
@@ -69,6 +69,14 @@ def _rule(decision: Decision) -> str:
     if not decision.options:
         return decision.style
     return _flow({"style": decision.style, **decision.options})
+
+
+def _entry(key: str, value: object) -> list[str]:
+    """An option on a line of its own, or on several where that is long."""
+    line = f"    {key}: {_flow(value)}"
+    if len(line) <= _LINE or not isinstance(value, Mapping):
+        return [line]
+    return [f"    {key}:", *(f"      {name}: {_flow(inner)}" for name, inner in value.items())]
 
 
 def _flow(value: object) -> str:
