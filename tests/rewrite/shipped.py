@@ -28,8 +28,8 @@ from tpplan.simulate.recorder import Recorder
 SHAPES = ((1, 8), (3, 7))
 PIECES = {SHAPES[0]: 2, SHAPES[1]: 3}
 FLOAT32, FLOAT64 = "in pieces", "in pieces, in float64"
-# pieces add up in another order: in float32 by mostly 1e-6 of what is due, more where numbers cancel
-# (gates, decays); in float64 no more than 1e-13 is left of that
+# pieces add up in another order: in float32 by mostly 1e-6 of what is due, more where numbers
+# cancel (gates, decays); in float64 no more than 1e-13 is left of that
 CANCELLING = {"xlstm": 1e-4, "kimi_linear": 2e-5}
 Grads = dict[str, torch.Tensor]
 Sent = Counter[tuple[str, str]]
