@@ -34,7 +34,7 @@ def losses(said: str) -> list[float]:
     return [float(x) for x in re.findall(r"loss ([\d.]+)", said)]
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(32)
 def test_pipeline() -> None:
     met = losses(run(4, "pipeline.py", "--steps", "8"))
     assert len(met) == 8
@@ -63,7 +63,7 @@ def test_every_command_is_run() -> None:
     assert len(COMMANDS) == PAGE.count("```sh")
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
 def test_offline(command: str) -> None:
     launcher = [sys.executable, "-m", "tpplan"]

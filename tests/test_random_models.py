@@ -43,7 +43,7 @@ def verdict(ranks: Ranks, job: Job) -> Verdict:
     return found
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 def test_right_plans(ranks: Ranks) -> None:
     kinds: Counter[str] = Counter()
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,7 @@ def block(marker: str, language: str = "python") -> str:
     return found
 
 
+@pytest.mark.turns(8)
 def test_the_usage_example(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(block("# train.py"))

@@ -58,7 +58,7 @@ ROUNDED = {"apertus": 10, "xlstm": 12}
 SEEDS = {"bailing_hybrid": 3, "deepseek_v4": 2}
 
 
-@pytest.mark.turns(32)
+@pytest.mark.turns(64)
 @pytest.mark.parametrize(("name", "tp", "sp"), ways(listed()))
 def test_proved(name: str, tp: int, sp: bool) -> None:
     model = zoo.tiny(name, SEEDS[name]) if name in SEEDS else zoo.makers()[name]()

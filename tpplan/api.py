@@ -155,8 +155,7 @@ def dry_run(
         inputs = cost.with_labels(model, inputs, batch, seq)
     loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute, overlap)
     setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs, ep)
-    timed_on = cost.load_hardware(hardware or cost.DEFAULT)
-    found = cost.dry_run(model, setting, batch, seq, training, fold, timed_on)
+    found = cost.dry_run(model, setting, batch, seq, training, fold, hardware or cost.DEFAULT)
     _warn(found.compiled, None, "cpu")
     return Report.of(cost.with_companions(model, setting, found) if compare else found)
 

@@ -49,6 +49,7 @@ def test_what_a_size_costs_is_said(advice: Advice) -> None:
     assert "tp 4: " in str(advice)
 
 
+@pytest.mark.turns(8)
 def test_more_pipeline_stages_more_idle_time(advice: Advice) -> None:
     idle = {c.pp: c.idle / c.seconds for c in advice.choices if c.tp == 1 and not c.checkpointing}
     assert idle[1] == 0

@@ -13,7 +13,7 @@ from torch import nn
 
 import tpplan
 from tests.gpt import GPT
-from tests.models import hf
+from tests.models import hf, token_ids
 from tests.planner.test_geometry import NUMBERS, attention
 from tpplan.compiled import CompiledPlan
 from tpplan.language import FrozenMap
@@ -113,6 +113,15 @@ def test_what_is_right_passes(make: Callable[[], Any], plan: str) -> None:
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name])
         assert p.grad is None
+
+
+def test_hooks_that_record_nothing_cost_no_collective() -> None:
+    """Once asked for states, a model of transformers keeps its hooks on attention and MLP."""
+    model = hf("Cohere")
+    model(token_ids(2, 7, seed=0), output_hidden_states=True)
+    assert model.model.layers[0].self_attn._forward_hooks
+    for check in checked(model, "cohere.yaml", 2).checks:
+        assert check.counts["forward"] == {**check.counts["forward"], **check.floor["forward"]}
 
 
 def test_heads_that_ranks_share_pass() -> None:

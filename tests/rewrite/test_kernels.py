@@ -129,6 +129,7 @@ def compile_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
 @SIZES
 @MODES
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.turns(16)
 def test_parity(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, parity_job, name, sp, device=DEVICE))
 

@@ -19,6 +19,8 @@ from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 from tests.rewrite.blocks import PLAN, WIDTH, Layer, Model, Parallel, checkpointing
 
+pytestmark = pytest.mark.turns(16)
+
 TOLERANCE = 1e-10
 Run = Callable[[Any], Mapping[str, torch.Tensor]]
 
@@ -388,5 +390,6 @@ def test_fused_biases_of_a_whole_model() -> None:
 
 
 @MODES
+@pytest.mark.turns(32)
 def test_layers_compiled(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run(2, compiled_job, sp), TOLERANCE)

@@ -19,6 +19,8 @@ from tests.ranks import Ranks
 from tests.rewrite import MODES
 from tpplan.simulate import Recorder
 
+pytestmark = pytest.mark.turns(16)
+
 WIDTH, INNER, CLASSES = 16, 32, 13
 PLAN: dict[str, Any] = {
     "tpplan": 1,
@@ -173,7 +175,7 @@ def test_eager(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run(2, eager_job, sp), 1e-9)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(32)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(ranks: Ranks, name: str) -> None:
     assert not beyond(ranks.run(2, compiled_job, True, name), 1e-9)

@@ -11,6 +11,8 @@ from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES, overlap, shipped
 from tests.shipped import listed, ways
 
+pytestmark = pytest.mark.turns(16)
+
 WAYS = pytest.mark.parametrize(
     ("sp", "save"),
     [(False, "gathered"), (True, "gathered"), (True, "shard")],

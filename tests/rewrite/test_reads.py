@@ -117,6 +117,7 @@ def three_steps(mesh: DeviceMesh, model: nn.Module, compiled: CompiledPlan) -> E
 
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("write", [clamped, scaled, overwritten, foreach])
+@pytest.mark.turns(4)
 def test_code_that_writes_to_a_table_is_right_or_refused(write: Any, sp: bool) -> None:
     torch.manual_seed(0)
     model = Reader(write).double()

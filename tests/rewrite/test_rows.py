@@ -41,6 +41,8 @@ from tests.rewrite.rows import (
     sharded,
 )
 
+pytestmark = pytest.mark.turns(16)
+
 # --- values, gradients, autograd
 
 

@@ -44,6 +44,8 @@ from tests.rewrite.rows import (
 )
 from tpplan.comm.rows import RowsTensor
 
+pytestmark = pytest.mark.turns(16)
+
 # --- copies, dtypes, state dicts
 
 

@@ -13,6 +13,8 @@ from tests.compare import Errors, beyond, error, full, step
 from tests.models import hf, token_ids
 from tests.ranks import Ranks
 
+pytestmark = pytest.mark.turns(32)
+
 
 def compiled(mesh: DeviceMesh, sequence_parallel: bool, warm: bool) -> Errors:
     reference = hf()

@@ -32,6 +32,8 @@ from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 from tests.rewrite.calls import logits_of
 
+pytestmark = pytest.mark.turns(16)
+
 STEPS, MICROBATCHES, MAX_NORM = 3, 2, 0.5
 
 

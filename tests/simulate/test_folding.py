@@ -17,6 +17,8 @@ from tpplan import Report
 from tpplan.planner.match import match
 from tpplan.simulate.folding import find_folds
 
+pytestmark = pytest.mark.turns(16)
+
 
 def both(model: Any, plan: Any, **options: Any) -> tuple[Report, Report]:
     """Dry runs at tp 2 with a few layers executed, and with all of them."""

@@ -17,6 +17,8 @@ from tests.outside import nanogpt
 from tests.suggestion.odd import Model, Sorted
 from tpplan.cli import main
 
+pytestmark = pytest.mark.turns(8)
+
 ODD = """
 tpplan: 1
 rules:

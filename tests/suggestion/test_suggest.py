@@ -20,6 +20,8 @@ from tpplan.cli import main
 from tpplan.language import Pattern
 from tpplan.suggestion import Suggestion, explained, find
 
+pytestmark = pytest.mark.turns(16)
+
 
 def rules(plan: tpplan.Plan) -> dict[str, object]:
     """Those of a plan's file, of which a style without options is its name."""

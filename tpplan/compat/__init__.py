@@ -44,6 +44,7 @@ from tpplan.compat.ops import queue_of as queue_of
 from tpplan.compat.ops import written_by as written_by
 from tpplan.compat.pipelines import backward_is_split as backward_is_split
 from tpplan.compat.pipelines import only_sizes_count as only_sizes_count
+from tpplan.compat.recorders import records_nothing as records_nothing
 from tpplan.compat.sizes import always as always
 from tpplan.compat.sizes import larger as larger
 from tpplan.compat.sizes import smaller as smaller

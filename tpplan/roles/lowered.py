@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tpplan import compat
 from tpplan.comm import Stream, Transition
 from tpplan.comm.agreement import Schedule
 from tpplan.comm.distribute import loaded
@@ -35,7 +36,10 @@ def passive(hook: Any) -> Any:
 
 def looks(hooks: Any) -> bool:
     """Whether some of a module's table of ``hooks`` may look at tensors."""
-    return any(not getattr(hook, "_tpplan_passive", False) for hook in hooks.values())
+    return any(
+        not getattr(hook, "_tpplan_passive", False) and not compat.records_nothing(hook)
+        for hook in hooks.values()
+    )
 
 
 class Known(Protocol):
