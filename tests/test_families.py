@@ -12,6 +12,7 @@ from torch import nn
 
 import tpplan
 from tests.rewrite import MODES
+from tpplan.shipped import shipped_plans
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -75,3 +76,12 @@ def test_another_stack_of_the_same_file() -> None:
 
     with pytest.raises(tpplan.PlanError, match="no shipped plan"):
         tpplan.load_plan("auto", LlamaModel())
+
+
+def test_plans_that_list_a_class() -> None:
+    """Those that are read for it are all that list it."""
+    everything = shipped_plans()
+    for name in sorted({name for plan in everything for name in plan.models})[::8]:
+        listing = [plan.name for plan in everything if name in plan.models]
+        assert [plan.name for plan in shipped_plans({name})] == listing
+    assert shipped_plans({"NoSuchClass"}) == []
