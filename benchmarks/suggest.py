@@ -34,11 +34,8 @@ PLAIN = "plain GPT"
 WORSE, EQUAL, BETTER = "worse", "equal", "better"
 WHY = """Why some are worse:
 
-- minimax, nemotron_h, doge, falcon_h1, mamba, falcon_mamba, bailing_hybrid, kimi_linear, qwen3_5,
-  qwen3_5_moe, qwen3_5_moe_text: rows of before regions were searched by what their numbers hang on,
-  or of before buffers were cut. Plans that shard all of minimax, doge and mamba were since found
-  and proved at tp 2; the four ways were not run again. qwen4_exp, qwen4_exp_text, dots3_note: not
-  run again either.
+- qwen4_exp, qwen4_exp_text, dots3_note, dots3_note_text, blt: rows of before regions were searched
+  by what their numbers hang on.
 - axk2: its attention is left whole, and its indexer then works on part of the sequence.
 - diffllama: right at tp 2. At tp 4 its code needs another value of an attribute, which the shipped
   plan changes; with two ranks it need not be changed, and with more none are tried.
