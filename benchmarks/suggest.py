@@ -42,8 +42,7 @@ WHY = """Why some are worse:
   plan changes; with two ranks it need not be changed, and with more none are tried.
 - cpmant: the shipped plan shards 6 % more; not looked into.
 - gemma3n, git, deepseek_v4: more of the stream is whole, or gathered twice; not looked into.
-- not ready: the machine was shared with several other programs when these were run.
-- axk1: its experts are not run on example inputs in bfloat16."""
+- not ready: the machine was shared with several other programs when these were run."""
 
 
 @dataclass(frozen=True)
