@@ -22,9 +22,9 @@ TURN = int(
 )
 
 
-def turn(position: int, ways: int = 4, days: int = 1) -> int:
-    """Which of several ways is taken of the test at a position; the next one after some days."""
-    return (position + TURN // days) % ways
+def turn(position: int, ways: int = 4) -> int:
+    """Which of several ways is taken of the test at a position; the next one in the next turn."""
+    return (position + TURN) % ways
 
 
 def in_turn(count: int, ways: int, seed: int) -> list[int]:

@@ -143,11 +143,37 @@ def _weighed(out: torch.Tensor) -> torch.Tensor:
     return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
 
 
-_EXPERTS = """import torch
+_IMPORTS = """import torch
+import torch.nn.functional as F
 from torch import nn
 
 
-class Experts(nn.Module):
+"""
+_STACK = """
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make():
+    return Model()
+
+
+def call(batch, length, generator):
+    return {"ids": torch.randint(0, 32, (batch, length), generator=generator)}
+"""
+_EXPERTS = (
+    _IMPORTS
+    + """class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         self.wide = nn.Parameter(0.3 * torch.randn(4, 16, 32))
@@ -180,28 +206,9 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.mixture(self.norm(x))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def make():
-    return Model()
-
-
-def call(batch, length, generator):
-    return {"ids": torch.randint(0, 32, (batch, length), generator=generator)}
 """
+    + _STACK
+)
 _EXPERTS_PLAN = """tpplan: 1
 rules:
   embed: vocab
@@ -210,41 +217,20 @@ rules:
   layers.*.mixture.router: replicate
   layers.*.mixture.experts: {style: experts, shard: experts}
 """
-_IN_PLACE = """import torch
-import torch.nn.functional as F
-from torch import nn
-
-
-class Block(nn.Module):
+_IN_PLACE = (
+    _IMPORTS
+    + """class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x):
         return x + self.down(F.relu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-            x.mul_(0.5)
-        return self.head(x).mul_(0.5)
-
-
-def make():
-    return Model()
-
-
-def call(batch, length, generator):
-    return {"ids": torch.randint(0, 32, (batch, length), generator=generator)}
 """
+    + _STACK.replace("x = layer(x)", "x = layer(x)\n            x.mul_(0.5)").replace(
+        "return self.head(x)", "return self.head(x).mul_(0.5)"
+    )
+)
 _IN_PLACE_PLAN = """tpplan: 1
 rules:
   embed: vocab

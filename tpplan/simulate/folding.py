@@ -137,14 +137,16 @@ class Rename:
 
     def text(self, text: str) -> str:
         """A text with the paths in it renamed."""
-        return text if self.source == self.target else self._pattern.sub(self._text, text)
+        if self.source == self.target or self._stack not in text:
+            return text
+        return self._pattern.sub(self._text, text)
 
     def apply(self, value: Any) -> Any:
         """Plain data with the paths in it renamed."""
         if self.source == self.target:
             return value
         if isinstance(value, str):
-            return self.text(value) if self._stack in value else value
+            return self.text(value)
         if isinstance(value, tuple) and type(value) is tuple:
             renamed = tuple(map(self.apply, value))
             return value if all(map(operator.is_, value, renamed)) else renamed

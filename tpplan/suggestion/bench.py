@@ -74,6 +74,11 @@ def bench_for(model: nn.Module, whole: nn.Module, inputs: Any) -> Bench | None:
         return None
 
 
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def fresh(given: Any) -> Any:
     """A call with tensors and caches of its own."""
 

@@ -11,7 +11,7 @@ from tpplan.planner.attributes import integers
 from tpplan.styles.attention import ATTENTION
 from tpplan.styles.colwise import COLWISE
 from tpplan.styles.rowwise import ROWWISE
-from tpplan.suggestion.bench import Bench
+from tpplan.suggestion.bench import Bench, tensors_of
 from tpplan.suggestion.draft import Decision
 from tpplan.suggestion.hanging import Cut, Hanging, Part, hanging
 from tpplan.suggestion.layouts import WHOLE, Layouts
@@ -90,8 +90,8 @@ class Cuts:
             rules.setdefault(f"{self.around}.{path}", WHOLE)
         told: dict[str, dict[str, object]] = {}
         for change in changes:
-            told.setdefault(f"{self.around}.{change.module}".rstrip("."), {})
-            told[f"{self.around}.{change.module}".rstrip(".")][change.name] = change.text
+            path = f"{self.around}.{change.module}".rstrip(".")
+            told.setdefault(path, {})[change.name] = change.text
         stated = {
             path: Decision(ATTENTION.name, {"attributes": some}) for path, some in told.items()
         }
@@ -121,9 +121,7 @@ class Cuts:
         return path if kind in (Kind.PRODUCT, Kind.SCALES) else ""
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        holder = self.bench.of.get_submodule(self.around)
-        tensors = {**dict(holder.named_parameters()), **dict(holder.named_buffers())}
-        return tuple(tensors[name].shape)
+        return tuple(tensors_of(self.bench.of.get_submodule(self.around))[name].shape)
 
     def _packed(self, name: str, cut: Cut, heads: int) -> object:
         """Equal parts by their names alone, others with their sizes."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tpplan.observe.shadow import Call
-from tpplan.suggestion.bench import Hook, run_until
+from tpplan.suggestion.bench import Hook, run_until, tensors_of
 
 _FINEST = 64
 
@@ -92,7 +92,8 @@ def hanging(
 
 
 def _matrices(module: nn.Module, seen: Hanging) -> int:
-    return sum(n for name, n in seen.whole.items() if _tensor(module, name).dim() > 1)
+    tensors = tensors_of(module)
+    return sum(n for name, n in seen.whole.items() if tensors[name].dim() > 1)
 
 
 def _seen(
@@ -113,7 +114,7 @@ def _seen(
 
         return hook
 
-    tensors = {name: t for name, t in _tensors(module).items() if t.is_floating_point()}
+    tensors = {name: t for name, t in tensors_of(module).items() if t.is_floating_point()}
     for tensor in tensors.values():
         tensor.requires_grad_(True)
     try:
@@ -221,12 +222,3 @@ def _parts(mask: torch.Tensor) -> tuple[Part, ...] | None:
         parts.append(Part(units, width))
         del left[:units]
     return tuple(parts) if any(part.units > 1 for part in parts) else None
-
-
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _tensor(module: nn.Module, name: str) -> torch.Tensor:
-    return _tensors(module)[name]

@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 from tpplan.language import Expression
 from tpplan.observe.shadow import Call
 from tpplan.planner.attributes import assign, integers, named_in_code
-from tpplan.suggestion.bench import Hook, run_until
+from tpplan.suggestion.bench import Hook, run_until, tensors_of
 from tpplan.suggestion.hanging import Cut, Hanging, Part
 
 _TRIED = 600
@@ -65,7 +65,7 @@ def changes_for(
     Args:
         end, seen, norms: as they were found.
     """
-    cuts = {**seen.cuts, **_alike(seen)}
+    cuts = {**seen.cuts, **unseen_cuts(seen)}
     ranks = []
     for rank in range(tp):
         part = _part_of(module, cuts, seen, rank, tp)
@@ -86,10 +86,6 @@ def changes_for(
 
 def unseen_cuts(seen: Hanging) -> dict[str, Cut]:
     """The buffers that nothing hung on, cut as what has a number for each head is."""
-    return _alike(seen)
-
-
-def _alike(seen: Hanging) -> dict[str, Cut]:
     heads = heads_of(seen)
     found = {}
     for name, tensor in seen.unseen.items():
@@ -175,10 +171,9 @@ def _part_of(
 ) -> nn.Module | None:
     """A copy with a rank's share of everything; None where it has none."""
     part = copy.deepcopy(module)
-    tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
     inputs = {f"{path}.weight": path for path in seen.inside}
     with torch.no_grad():
-        for name, tensor in tensors.items():
+        for name, tensor in tensors_of(part).items():
             cut = cuts.get(name)
             if name in inputs:
                 columns = seen.columns[inputs[name]].shape[-1]
