@@ -274,15 +274,15 @@ def start_reduce_scatter(
         x = pack(x, dim, group.size, bias=early, dtype=dtype).flatten(0, 1)
     else:
         x = pad(x if dtype is None else x.to(dtype), dim, rows * group.size)
-        if shape[:dim].count(1) == dim:
-            x = x.reshape(rows * group.size, *shape[dim + 1 :])
-        else:
+        # ranks, then what a chunk has: the result is a chunk, and a view of nothing
+        if dim > 0 and shape[:dim].count(1) == dim:
+            x = x.reshape(group.size, *shape[1:dim], rows, *shape[dim + 1 :])
+        elif dim > 0:
             split = [*shape[:dim], group.size, rows, *shape[dim + 1 :]]
             x = x.reshape(split).movedim(dim, 0).contiguous().flatten(0, 1)
-    shape[dim] = rows
     op = _ops.reduce_scatter_tensor
     part = _started(site, op, x.contiguous(), "sum", group.size, group.name)
-    return Handle(part, site, functools.partial(_own_chunk, shape, bias))
+    return Handle(part, site, None if bias is None else functools.partial(_shifted, bias))
 
 
 def reduce_scatter(
@@ -302,8 +302,5 @@ def reduce_scatter(
     return start_reduce_scatter(x, dim, group, site, bias, dtype).wait()
 
 
-def _own_chunk(shape: list[int], bias: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
-    # not a view for autograd: the model may change the result in place
-    part = torch.ops.aten._unsafe_view(part, shape)
-    # to its dtype: autocast, which casts a Linear's bias
-    return part if bias is None else part + bias.to(part.dtype)
+def _shifted(bias: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return part + bias.to(part.dtype)  # autocast casts a Linear's bias, too

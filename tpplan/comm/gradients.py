@@ -90,7 +90,9 @@ class _Localize(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.summed, ctx.trained, ctx.divided, ctx.means = known
         ctx.group, ctx.site, ctx.account = group, site, account
-        ctx.specs = [compat.spec_of(p) for p in parameters]
+        ctx.specs = specs = [compat.spec_of(p) for p in parameters]
+        ctx.whole = [is_whole(spec) for spec in specs]
+        ctx.by_rows = [ranges_of(spec) is not None for spec in specs]
         if torch.compiler.is_compiling():  # which cannot make their gradients from the specs
             ctx.save_for_backward(*(p for p in parameters if isinstance(p, RowsTensor)))
         locals_ = compat.shards_of(parameters)
@@ -122,11 +124,10 @@ class _Localize(torch.autograd.Function):
             if grad is not None and ranks > 1:
                 grad.div_(ranks)  # nobody else's, as of now
         if torch.compiler.is_compiling():
-            return (None, None, None, None, *_traced(local, ctx.specs, ctx.saved_tensors))
-        wrapped = (
-            None if g is None else _wrapped(g, spec)
-            for g, spec in zip(local, ctx.specs, strict=True)
-        )
+            made = _traced(local, ctx.specs, ctx.by_rows, ctx.saved_tensors)
+            return (None, None, None, None, *made)
+        every = zip(local, ctx.specs, ctx.by_rows, strict=True)
+        wrapped = (None if g is None else _wrapped(g, spec, rows) for g, spec, rows in every)
         return (None, None, None, None, *wrapped)
 
 
@@ -150,12 +151,13 @@ def _shared(grads: Sequence[torch.Tensor | None], ctx: Any) -> list[int]:
     """
     found: list[int] = []
     seen: set[int] = set()
-    for i, (grad, summed, spec) in enumerate(zip(grads, ctx.summed, ctx.specs, strict=True)):
+    compiling = torch.compiler.is_compiling()
+    for i, (grad, summed, whole) in enumerate(zip(grads, ctx.summed, ctx.whole, strict=True)):
         if grad is None or summed:
             continue
-        if is_whole(spec):
+        if whole:
             found.append(i)
-        elif not torch.compiler.is_compiling():
+        elif not compiling:
             memory = compat.memory_of(grad)
             if memory in seen or compat.is_held_elsewhere(grad) or 0 in grad.stride():
                 found.append(i)
@@ -163,28 +165,26 @@ def _shared(grads: Sequence[torch.Tensor | None], ctx: Any) -> list[int]:
     return found
 
 
-def _wrapped(grad: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
-    if ranges_of(spec) is None:
-        return compat.dtensor(grad, spec)
-    return RowsTensor.around(grad, spec)
+def _wrapped(grad: torch.Tensor, spec: compat.DTensorSpec, by_rows: bool) -> DTensor:
+    return RowsTensor.around(grad, spec) if by_rows else compat.dtensor(grad, spec)
 
 
 def _traced(
     grads: Sequence[torch.Tensor | None],
     specs: Sequence[compat.DTensorSpec],
+    by_rows: Sequence[bool],
     origins: Sequence[DTensor],
 ) -> list[DTensor | None]:
     wrapped: list[DTensor | None] = []
     seen = 0
-    for grad, spec in zip(grads, specs, strict=True):
-        by_rows = ranges_of(spec) is not None
+    for grad, spec, rows in zip(grads, specs, by_rows, strict=True):
         if grad is None:
             wrapped.append(None)
-        elif by_rows:
+        elif rows:
             wrapped.append(rows_like(grad, origins[seen]))
         else:
             wrapped.append(compat.dtensor(grad, spec))
-        seen += by_rows
+        seen += rows
     return wrapped
 
 
@@ -220,11 +220,12 @@ def _differentiably(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[DTen
     transition = Transition(ctx.group, ctx.site, ctx.site)
     wrapped: list[DTensor | None] = []
     means = ctx.means or (1,) * len(grads)
-    for grad, summed, spec, ranks in zip(grads, ctx.summed, ctx.specs, means, strict=True):
+    each = zip(grads, ctx.summed, ctx.specs, ctx.by_rows, means, strict=True)
+    for grad, summed, spec, rows, ranks in each:
         if grad is not None and summed:
             part = reduce_out(_summed_part(grad, spec, ctx.group), transition)
             grad = _with_sum(grad, part, spec, ctx.group)
         if grad is not None and ranks > 1:
             grad = grad / ranks
-        wrapped.append(None if grad is None else _wrapped(grad, spec))
+        wrapped.append(None if grad is None else _wrapped(grad, spec, rows))
     return wrapped

@@ -5,6 +5,8 @@ Its mesh may have further dimensions, FSDP2's: they cut what a tensor-parallel r
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -52,9 +54,12 @@ def is_whole(t: Placed) -> bool:
     return all(kind.is_replicate() for kind in t.placements)
 
 
+_shard = functools.cache(Shard)
+
+
 def is_cut(t: Placed, dim: int) -> bool:
     """Whether the tensor-parallel ranks hold equal parts along ``dim``."""
-    return along_tp(t) == Shard(dim)
+    return along_tp(t) == _shard(dim)
 
 
 def dim_of(t: Placed) -> int:

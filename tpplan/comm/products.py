@@ -208,9 +208,9 @@ def product(
     if not torch.compiler.is_compiling() and torch.is_grad_enabled():
         account = getattr(weight, ACCOUNT, None)
         if account is not None and x.dim() > 1:
-            own, rows, made = _kept(x)
             large = x.numel() * weight.size(-1 if transposed else 0) >= WORTH
-            if large or rows is not None or made is not None:
+            if large or hasattr(x, _ROWS) or hasattr(x, _MADE):
+                own, rows, made = _kept(x)
                 device = x.device.type
                 if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
                     x = x.to(torch.get_autocast_dtype(device))

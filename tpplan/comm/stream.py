@@ -77,6 +77,7 @@ class Stream:
         shared: what boundaries that share an input have made of it, while a rewritten module that
             runs others is called by the user; None where none is.
         started: the number of the autograd node with which the element that ran last began.
+        depth: how many modules that contain rewritten ones run their own forward.
         saves_rows: whether products keep a rank's rows of what was gathered for them.
         recomputed: forms of kernels whose results backward makes again, and products do not keep.
         pieces: into how many products and their collectives are cut; None where they are not.
@@ -122,7 +123,7 @@ class Stream:
         self.parts: Parts | None = None
         self.running: tuple[str, object] | None = None
         self.started: int | None = None
-        self._depth = 0
+        self.depth = 0
         self._runs: dict[int, deque[Run]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stream:
@@ -134,16 +135,7 @@ class Stream:
     @property
     def nested(self) -> bool:
         """Whether a module that contains rewritten modules is running its forward."""
-        return self._depth > 0
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """While a module that contains rewritten modules runs its own forward."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
+        return self.depth > 0
 
     def runs_alike(self, path: str) -> bool:
         """Whether what is at ``path`` runs in an element of which no part is recomputed by itself.

@@ -202,18 +202,18 @@ class LocalParameters(Lowered):
     """Runs the module's own forward with local tensors standing in for its parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        names = self._tpplan.own.names
+        state = self._tpplan
+        names = state.own.names
         if not names:
             return super().forward(*args, **kwargs)
-        state = self._tpplan
-        mates = state.own.together(self)
-        for index, name in enumerate(names):
-            if any(name not in mate._parameters for mate, _ in mates):
-                raise RuntimeError(
-                    f"{state.own.title(index)}: a parametrization was put on it after the model "
-                    "was parallelized, and the module's own code would meet what that makes of "
-                    "the sharded parameter; put it on before"
-                )
+        for held in [mate._parameters for mate, _ in state.own.mates] or [self._parameters]:
+            for index, name in enumerate(names):
+                if name not in held:
+                    raise RuntimeError(
+                        f"{state.own.title(index)}: a parametrization was put on it after the "
+                        "model was parallelized, and the module's own code would meet what that "
+                        "makes of the sharded parameter; put it on before"
+                    )
         if state.stream.shared is None and state.alone:
             with self._tpplan_whole():
                 return super().forward(*args, **kwargs)

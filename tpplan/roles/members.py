@@ -42,6 +42,7 @@ def prepare(module: Lowered, summed_only: bool) -> None:
     jobs = [
         (inner, own, index)
         for inner, own in members_of(module)
+        if not summed_only or True in own.summed
         for index in own.stale(inner)
         if own.summed[index] or not summed_only
     ]

@@ -24,7 +24,9 @@ from tpplan.comm import Group, Site, localize
 from tpplan.comm.distribute import placed
 from tpplan.comm.stream import version_of
 
-_Source = tuple[str, Any, torch.Tensor, bool]
+# a parameter's name, itself, what it held and whether it was trained when it was localized
+_Source = tuple[str, Any, torch.Tensor | None, bool]
+_NO_SOURCE: _Source = ("", "", None, False)  # no module has that
 _Asked = tuple[nn.Module, "Own", int]  # the parameter of a module, by its number
 _Placed = tuple[tuple[_Asked, ...], list[DTensor]]  # mates' parameters, or one by itself
 
@@ -85,7 +87,7 @@ class Own:
             if group:
                 self.disband(index)
         self._kept: list[Any] = [None] * len(self.names)
-        self._sources: list[_Source | None] = [None] * len(self.names)
+        self._sources = [_NO_SOURCE] * len(self.names)
         self._groups: list[tuple[_Asked, ...]] = [()] * len(self.names)
         self._passing: dict[int, tuple[Any, int, torch.Tensor]] = {}
 
@@ -107,7 +109,7 @@ class Own:
         """
         group = self._groups[index]
         for _, own, i in group:
-            own._kept[i], own._sources[i], own._groups[i] = None, None, ()
+            own._kept[i], own._sources[i], own._groups[i] = None, _NO_SOURCE, ()
         return group
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,13 +145,12 @@ class Own:
 
     def _is_current(self, module: nn.Module) -> bool:
         """Whether all that is kept is of what the module and its mates hold now."""
-        parameters: Any = module._parameters
-        for source in self._sources:
+        held: Any = module._parameters
+        for name, parameter, local, trained in self._sources:
             if (
-                source is None
-                or parameters.get(source[0]) is not source[1]
-                or source[1]._local_tensor is not source[2]
-                or source[1].requires_grad is not source[3]
+                held.get(name) is not parameter
+                or parameter._local_tensor is not local
+                or parameter.requires_grad is not trained
             ):
                 return False
         # not "not": TorchDynamo cannot negate a tuple
@@ -186,14 +187,13 @@ class Own:
         return [i for i in range(len(self.names)) if any(i in changed for changed in found)]
 
     def _changed(self, module: nn.Module) -> list[int]:
-        parameters: Any = module._parameters
+        held: Any = module._parameters
         return [
             i
-            for i, source in enumerate(self._sources)
-            if source is None
-            or parameters.get(source[0]) is not source[1]
-            or source[1]._local_tensor is not source[2]
-            or source[1].requires_grad is not source[3]
+            for i, (name, parameter, local, trained) in enumerate(self._sources)
+            if held.get(name) is not parameter
+            or parameter._local_tensor is not local
+            or parameter.requires_grad is not trained
         ]
 
     def _waits(self, index: int, module: nn.Module) -> bool:

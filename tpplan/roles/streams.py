@@ -36,14 +36,14 @@ class Container(Lowered):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
+        if state.stream.shared is not None:
+            return self._tpplan_contain(*args, **kwargs)
         tracer = compat.tracer(state.stream.sequence_parallel)
         if tracer is not None:
             raise RuntimeError(
                 f"{state.plan.path or 'the model'}: {tracer} records no collectives, so a model "
                 "that is sharded cannot be traced; trace it before tpplan.parallelize"
             )
-        if state.stream.shared is not None:
-            return self._tpplan_contain(*args, **kwargs)
         with called(self), self._tpplan_unsplit(args, kwargs):
             return self._tpplan_contain(*args, **kwargs)
 
@@ -68,8 +68,11 @@ class Container(Lowered):
         state = self._tpplan
         stream = state.stream
         if state.inside:
-            with stream.entered():
+            stream.depth += 1
+            try:
                 return super().forward(*args, **kwargs)
+            finally:
+                stream.depth -= 1
         config = getattr(self, "config", None)
         if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
             raise ValueError(
@@ -82,8 +85,11 @@ class Container(Lowered):
             for _, own in members_of(self):
                 own.drop()
         prepare(self, summed_only=True)
-        with stream.entered():
+        stream.depth += 1
+        try:
             out = super().forward(*args, **kwargs)
+        finally:
+            stream.depth -= 1
         if not stream.sequence_parallel and torch.compiler.is_compiling():
             return out
         given = any(stream.is_sharded(x) for x in (*args, *kwargs.values()))
