@@ -94,3 +94,27 @@ def traced_job(mesh: DeviceMesh, kind: str) -> bool:
 @pytest.mark.parametrize("kind", PAIRS)
 def test_traced(ranks: Ranks, kind: str) -> None:
     assert all(ranks.run(2, traced_job, kind))
+
+
+SHAPES = [((6, 4), 0), ((1, 6, 4), 1), ((2, 5, 4), 1), ((1, 1, 6, 4), 2), ((2, 1, 3, 6), 3)]
+
+
+def scattered_job(mesh: DeviceMesh) -> list[object]:
+    """What is not as due of the chunks of sums, along any dimension."""
+    group, site = Group.of(mesh), Site("a", "any dimension")
+    wrong = []
+    for shape, dim in SHAPES:
+        whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        length, rows = shape[dim], -(-shape[dim] // mesh.size())
+        missing = [0, 0] * (len(shape) - 1 - dim) + [0, rows * mesh.size() - length]
+        want = torch.nn.functional.pad(mesh.size() * whole, missing).chunk(mesh.size(), dim)
+        got = collectives.reduce_scatter(whole, dim, group, site)
+        # the model may change it in place
+        if got._is_view() or not torch.equal(got, want[group.rank]):
+            wrong.append((shape, dim))
+    return wrong
+
+
+def test_along_any_dimension() -> None:
+    for size in (2, 4):
+        assert simulate(size, scattered_job) == [[]] * size

@@ -65,16 +65,18 @@ def _find_anomalies() -> None:
         register_sharding(op)(lambda x: [([Replicate()], [Replicate()])])
 
 
+_exported = there(DTensor, "__init__")
+
+
 def _quickly_made() -> None:
-    """Let making a DTensor take half the time: its constructor is for export alone.
+    """Let making a DTensor take half the time: torch's constructor is for export alone.
 
     Each gradient is made twice, by who computes it and by autograd, which detaches it.
     """
-    exported = there(DTensor, "__init__")
 
     def init(self: DTensor, *args: Any, **kwargs: Any) -> None:
         if torch.compiler.is_exporting():
-            exported(self, *args, **kwargs)
+            _exported(self, *args, **kwargs)
 
     frames = torch._C._dynamo.eval_frame  # TorchDynamo is not to look at it, as not at torch's own
     skip = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
