@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.func import functional_call
+from torch.func import functional_call, vjp
 from torch.nn.utils import parametrizations, parametrize
 
 from tests.compare import (
@@ -25,7 +25,7 @@ from tests.compare import (
     same,
 )
 from tests.life.blocks import BLOCKS, built
-from tests.life.life import Life, forward, plainly
+from tests.life.life import Life, forward, named, plainly
 
 # --- copies and states
 
@@ -210,6 +210,26 @@ def traced(life: Life) -> None:
     except RuntimeError as e:
         said = str(e)
     life.found.add("says why", same("torch.fx records no collectives" in said))
+    life.step("afterwards")
+
+
+def transformed(life: Life) -> None:
+    """``torch.func``, which goes through no collective: refused, and nothing is left behind."""
+    life.step("before")
+    args, kwargs = life.inputs()
+    parameters = dict(life.model.named_parameters())
+
+    def call(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = functional_call(life.model, given, args, kwargs)
+        return next(iter(named(out).values())).sum()
+
+    for transform in (lambda: torch.func.grad(call)(parameters), lambda: vjp(call, parameters)):
+        said = ""
+        try:
+            transform()
+        except RuntimeError as e:
+            said = str(e)
+        life.found.add("says why", same("torch.func's transforms" in said))
     life.step("afterwards")
 
 

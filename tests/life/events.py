@@ -51,6 +51,7 @@ EVENTS: Mapping[str, Event] = {
     "parametrized": copies.parametrized,
     "weight norm": copies.weight_normed,
     "torch.fx": copies.traced,
+    "torch.func": copies.transformed,
     "compiled": copies.compiled_whole,
     "compiled layers": copies.compiled_layers,
     "two models in one process": copies.two_models,

@@ -56,6 +56,13 @@ def tracer(sharded: bool) -> str | None:
     return "torch.export without strict=True" if sharded and exports else None
 
 
+def is_transformed() -> bool:
+    """Whether one of torch.func's transforms (grad, vmap, jvp) runs now."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active()
+
+
 def is_traced() -> bool:
     """Whether torch.compile traces now; what ops write in place, it makes functions of."""
     return torch._guards.TracingContext.try_get() is not None

@@ -69,8 +69,18 @@ def hand_over_late(module: Lowered) -> None:
 
 
 def called(module: Lowered) -> contextlib.AbstractContextManager[None]:
-    """While ``module`` runs, which was called with no rewritten module around it that runs."""
+    """While ``module`` runs, which was called with no rewritten module around it that runs.
+
+    Raises:
+        RuntimeError: in one of torch.func's transforms, which autograd functions are to be made for.
+    """
     state = module._tpplan
+    if compat.is_transformed():
+        raise RuntimeError(
+            f"{state.plan.path or 'the model'}: torch.func's transforms (grad, vjp, vmap, jvp) do "
+            "not go through the collectives of a sharded model; use torch.autograd.grad, with "
+            "create_graph=True for gradients of gradients, and one call for each sample"
+        )
     if not state.apart and compat.backward_is_split():
         state.apart = True
         for _, own in members_of(module):
