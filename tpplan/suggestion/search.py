@@ -63,6 +63,7 @@ class Search:
         """
         # what is left whole is held whole where it is tried, for which a model can be too large
         regions = [slot for slot in self.anatomy.slots if slot.region]
+        regions.sort(key=lambda slot: not slot.stacked)  # they are sharded where others are tried
         for slot in regions if size_of(self.model) <= RUNNABLE else ():
             self.settle_alone(slot)
         for slot in [s for s in regions if s.left_whole]:
