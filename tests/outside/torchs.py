@@ -21,7 +21,8 @@ class Classified(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Scores of words for every position."""
         places = torch.arange(ids.size(1), device=ids.device)
-        return self.head(self.encoder(self.embed(ids) + self.positions(places)))
+        out: torch.Tensor = self.head(self.encoder(self.embed(ids) + self.positions(places)))
+        return out
 
 
 class Translator(nn.Module):
@@ -41,7 +42,8 @@ class Translator(nn.Module):
         out = self.transformer(
             self.source(source), self.target(target), tgt_mask=later, tgt_is_causal=True
         )
-        return self.head(out)
+        scores: torch.Tensor = self.head(out)
+        return scores
 
 
 def encoder() -> nn.Module:
