@@ -32,7 +32,7 @@ WHY = """Why some are worse, as far as it is known:
 
 - Meta's Llama: its attention is left whole, and then fails on a part of the sequence.
 - x-transformers: under TP+SP five collectives more; not looked into.
-- x-transformers, half the KV heads: one of its regions is left whole in each layer; not looked into."""
+- x-transformers, half the KV heads: a region of each layer is left whole; not looked into."""
 # batch, length and seed of the call
 CALL = (2, 8, 1)
 
