@@ -90,6 +90,23 @@ class Scaled(Plain):
         return F.linear(y / (1 + y.sum(-1, keepdim=True)), self.down[expert])
 
 
+class Grouped(nn.Module):
+    """Sorts the rows by their expert and multiplies all groups at once."""
+
+    def __init__(self, width: int = WIDTH, inner: int = INNER) -> None:
+        super().__init__()
+        self.up, self.down = stacked(inner, width), stacked(width, inner)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        experts, order = chosen.flatten().sort(stable=True)
+        ends = torch.histc(experts.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0).int()
+        rows = order // chosen.size(1)
+        wide = F.grouped_mm(x[rows], self.up.transpose(1, 2), offs=ends).relu()
+        made = F.grouped_mm(wide, self.down.transpose(1, 2), offs=ends)
+        weighed = made * factors.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, rows, weighed.to(x.dtype))
+
+
 LAYOUTS: Mapping[str, Callable[..., Experts]] = {
     "packed": Packed,
     "in turns": InTurns,

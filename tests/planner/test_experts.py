@@ -18,6 +18,7 @@ from tests.mixtures import (
     RULES,
     WIDTH,
     Block,
+    Grouped,
     Layer,
     Model,
     Packed,
@@ -27,6 +28,7 @@ from tests.mixtures import (
 from tpplan.compiled import CompiledPlan
 from tpplan.planner import compile_plan
 from tpplan.planner.experts import ways
+from tpplan.proof import prove
 
 INPUT = torch.randn(2, 8, WIDTH)
 
@@ -98,6 +100,18 @@ def reading() -> Model:
     return model
 
 
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "tp+sp"])
+def test_whole_experts_in_grouped_products(sp: bool) -> None:
+    """In float32, of which torch's own fake tensors refuse them."""
+    torch.manual_seed(0)
+    model = Model(lambda: Block(Grouped()))
+    rules = {f"layers.*.block.{name}": "replicate" for name in ("experts", "up", "down")}
+    rules["layers.*.block"] = {"style": "replicate", "input": "gather"}
+    prove(
+        model, compiled(model, sp=sp, rules={"layers.*.norm": "sequence_parallel", **rules}), INPUT
+    )
+
+
 class Direct(nn.Module):
     """A layer that calls its experts itself."""
 
@@ -163,8 +177,6 @@ def test_refused(
 
 def test_a_proof_of_large_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """On thin ones it finds what is wrong, and nothing where nothing is."""
-    from tpplan.proof import prove
-
     monkeypatch.setattr("tpplan.observe.experts._SMALL", 0)
     for layout in ("packed", "in turns", "apart"):
         model = model_of(layout)

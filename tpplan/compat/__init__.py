@@ -5,7 +5,6 @@ mended here and nowhere else.
 """
 
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
@@ -22,6 +21,7 @@ from tpplan.compat.autograd import running_node as running_node
 from tpplan.compat.autograd import saved_tensors_hooks as saved_tensors_hooks
 from tpplan.compat.autograd import sequence_number as sequence_number
 from tpplan.compat.autograd import set_hooks as set_hooks
+from tpplan.compat.fakes import FakeTensorMode as FakeTensorMode
 from tpplan.compat.modes import NeedsValuesError as NeedsValuesError
 from tpplan.compat.modes import constant_in_graphs as constant_in_graphs
 from tpplan.compat.modes import dispatch_is_observed as dispatch_is_observed

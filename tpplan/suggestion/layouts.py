@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from tpplan.styles.replicate import REPLICATE
 from tpplan.styles.rowwise import ROWWISE
 from tpplan.styles.sequence_parallel import SEQUENCE_PARALLEL
 from tpplan.suggestion.draft import Decision
-from tpplan.suggestion.regions import Region, streamed
+from tpplan.suggestion.regions import Region, shared_steps, streamed
 
 _TURNS = frozenset({"transpose", "permute", "t"})
 _SCORES = frozenset({"_softmax", "_safe_softmax"})
@@ -32,6 +32,7 @@ _MOST = 24
 _WIDEST = 5
 WHOLE = Decision(REPLICATE.name)
 GATHERED = Decision(REPLICATE.name, {"input": "gather"})
+HERE = Decision(EXPERTS.name, {"reduce": "here"})
 ON_ROWS = Decision(SEQUENCE_PARALLEL.name)
 Packed = Mapping[str, object]
 
@@ -58,8 +59,10 @@ class Layouts:
     """The variants of one region of an element, as decisions by path."""
 
     def __init__(self, model: nn.Module, trace: Trace, element: Call, region: Region) -> None:
-        self.model, self.trace, self.element, self.region = model, trace, element, region
+        self.model, self.trace, self.element = model, trace, element
         self.calls = {c.path: c for c in reversed(trace.calls)}
+        self.region = region
+        self.region = self._entered_once()
         self.around = self._around()
         self.shapes = self._shapes()
 
@@ -71,6 +74,8 @@ class Layouts:
             found.append({**base, **packed})
             found += [{**base, **packed, **entered} for entered in self._entered(base)]
             found += [{**base, **packed, **stated} for stated in self._stated(packed)]
+        # what becomes of a mixture's sum in its block may not be the same of parts of it
+        found += [{**one, **dict.fromkeys(self.region.stacked, HERE)} for one in found]
         return list(_distinct(found))[:_MOST]
 
     def left_whole(self, alone: bool, beside: Iterable[str] = ()) -> list[dict[str, Decision]]:
@@ -88,16 +93,28 @@ class Layouts:
 
     # --- what a trace shows
 
+    def _entered_once(self) -> Region:
+        """The region without what is before the module that its columns are in.
+
+        That is where that module is given the stream: a norm may have products of its own.
+        """
+        region = self.region
+        columns = () if region.stacked else region.columns
+        around = ".".join(shared_steps([*region.rows, *columns])) if columns else ""
+        if not self._streams(around):
+            return region
+        kept = {
+            name: [path for path in getattr(region, name) if path.startswith(f"{around}.")]
+            for name in ("whole", "scales")
+        }
+        return replace(region, **kept)
+
     def _around(self) -> str:
         """The innermost module around all of the region that is called, "" for none."""
-        paths = [p.split(".") for p in (*self.region.rows, *self.region.columns)]
-        paths += [p.split(".") for p in (*self.region.stacked, *self.region.whole)]
+        paths = [*self.region.rows, *self.region.columns, *self.region.stacked, *self.region.whole]
         if not paths:
             return self.region.multihead[0]
-        shared = 0
-        while all(len(p) > shared + 1 and p[shared] == paths[0][shared] for p in paths):
-            shared += 1
-        steps = paths[0][:shared]
+        steps = shared_steps(paths)
         while steps and ".".join(steps) not in self.calls:
             steps.pop()
         return ".".join(steps)
@@ -155,7 +172,7 @@ class Layouts:
         fixed |= dict.fromkeys(region.stacked, Decision(EXPERTS.name))
         fixed |= dict.fromkeys(region.multihead, Decision(ATTENTION.name))
         fixed |= dict.fromkeys(region.tables, Decision(COLWISE.name))
-        if region.whole and not region.stacked:
+        if (region.whole or self._others()) and not region.stacked:
             fixed |= self.entry()
         own, bare = self._scales(), self._bare()
         other = {path: _other(decision) for path, decision in own.items()}
@@ -164,18 +181,34 @@ class Layouts:
             if bare:
                 yield {**fixed, **scales}
 
+    def _others(self) -> bool:
+        """Whether the module around has parameters that are of no role in the region."""
+        if not self._streams(self.around):
+            return False
+        known = {*self.region.everything()}
+        module = self.model.get_submodule(self.around)
+        names = (f"{self.around}.{name}" for name, _ in module.named_parameters())
+        return any(known.isdisjoint((name, name.rpartition(".")[0])) for name in names)
+
     def entry(self) -> dict[str, Decision]:
         """Where what replicated layers make of the stream enters with it."""
-        call = self.calls.get(self.around)
+        names = self._streams(self.around)
+        return {self.around: Decision(ATTENTION.name, {"gather": names})} if names else {}
+
+    def _streams(self, path: str) -> list[str]:
+        """The arguments with the stream of a module in the element; none of the element itself."""
+        call = self.calls.get(path)
         if call is None or call.index == self.element.index:
-            return {}
-        shape = self.trace.shapes.get(streamed(self.trace, self.element) or -1)
-        names = [
+            return []
+        # several streams may lie side by side, of which a region is given a mixture
+        given = {number for path in self.region.rows for number in self.calls[path].outputs}
+        given |= {n for n in (streamed(self.trace, self.element),) if n is not None}
+        shapes = {self.trace.shapes[number] for number in given}
+        return [
             argument[0].name
             for number, argument in call.arguments.items()
-            if number in self.trace.floating and self.trace.shapes[number] == shape
+            if number in self.trace.floating and self.trace.shapes[number] in shapes
         ]
-        return {self.around: Decision(ATTENTION.name, {"gather": names})} if names else {}
 
     def _scales(self) -> dict[str, Decision]:
         """As wide as a projection: cut as it is; otherwise the same for every head."""

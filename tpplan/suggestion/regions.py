@@ -8,7 +8,7 @@ them are whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -54,6 +54,10 @@ class Region:
         """What each module may be, and its path."""
         for name, paths in vars(self).items():
             yield from ((name, path) for path in paths)
+
+    def ends(self) -> list[str]:
+        """The modules that give what is added to the stream."""
+        return [*self.rows, *self.stacked, *self.multihead]
 
     def everything(self) -> list[str]:
         """The paths of all of them."""
@@ -116,6 +120,15 @@ def _shaped(op: Op) -> bool:
     """Whether what it gives has the shape of what it is given, and none of its numbers."""
     name = op.name.removeprefix("aten.").split(".")[0]
     return name.endswith("_like") or name.startswith("new_")
+
+
+def shared_steps(paths: Sequence[str]) -> list[str]:
+    """The steps that the paths of several modules begin with, without the last of any."""
+    split = [path.split(".") for path in paths]
+    shared = 0
+    while all(len(steps) > shared + 1 and steps[shared] == split[0][shared] for steps in split):
+        shared += 1
+    return split[0][:shared]
 
 
 class Reader:
@@ -246,9 +259,12 @@ class Reader:
         self.on_stream.update(dict.fromkeys(sorted(beside)))
         if not any(region.stacked for region in made):
             return made
-        block = Region()
+        block, ends = Region(), [end for region in made for end in region.ends()]
+        around = "".join(f"{step}." for step in shared_steps(ends))
         for region in made:
-            block.add(region)
+            # what is given nothing but what was made before the mixture is no region of it
+            own = not region.columns or any(path.startswith(around) for path in region.columns)
+            block.add(region if own else Region(whole=region.rows))
         lone = [end for end in ends if end not in block.everything()]
         block.whole += lone
         return [block]

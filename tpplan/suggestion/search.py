@@ -63,6 +63,7 @@ class Search:
         """
         # what is left whole is held whole where it is tried, for which a model can be too large
         regions = [slot for slot in self.anatomy.slots if slot.region]
+        regions.sort(key=lambda slot: not slot.stacked)  # they are sharded where others are tried
         for slot in regions if size_of(self.model) <= RUNNABLE else ():
             self.settle_alone(slot)
         for slot in [s for s in regions if s.left_whole]:
@@ -95,10 +96,13 @@ class Search:
 
     def decisions(self) -> dict[str, Decision]:
         """Path -> its rule, for the whole model, in the order of its modules."""
-        found: dict[str, Decision] = {}
-        for slot in self.anatomy.slots:
+        slots, found = self.anatomy.slots, dict[str, Decision]()
+        for slot in slots:
             found.update(slot.decisions())
-        return found
+        # what is in a module that is left whole is whole with it
+        around = tuple(f"{path}." for s in slots if s.left_whole for path in s.decisions())
+        inside = {p for s in slots if not s.region for p in s.paths if p.startswith(around)}
+        return {path: decision for path, decision in found.items() if path not in inside}
 
     def holds(self, decisions: Mapping[str, Decision], sequence_parallel: bool) -> bool:
         """Whether other decisions are proved as well."""
