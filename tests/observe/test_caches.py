@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tpplan.observe.caches import no_fakes_kept
+from tpplan.observe.caches import no_fakes_kept, only_new_searched
 
 
 @functools.lru_cache
@@ -55,3 +56,31 @@ def test_runs_within_runs() -> None:
             angles(4)
     assert not is_clean()  # which the outer run did not ask for
     angles.cache_clear()
+
+
+def test_caches_from_before_and_from_within() -> None:
+    angles.cache_clear()
+
+    with only_new_searched():
+
+        @functools.lru_cache
+        def inner(length: int) -> torch.Tensor:
+            return torch.arange(length)
+
+        with only_new_searched(), no_fakes_kept(), FakeTensorMode():
+            angles(4), inner(4)
+        assert is_clean()
+        assert not isinstance(inner(4), FakeTensor)
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
+
+
+def test_what_the_user_froze_stays_so() -> None:
+    angles.cache_clear()
+    gc.freeze()
+    try:
+        with only_new_searched():
+            run_on_fakes()
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.compat import answers
 
@@ -54,3 +55,59 @@ def test_kinds_of_numbers() -> None:
         x = torch.ones(3, dtype=torch.long)
     made = [ask(torch.ops.aten.add.Scalar, x, one).dtype for one in (1, 1.0, True)]
     assert made == [torch.int64, torch.float32, torch.int64]
+
+
+class Answering(TorchDispatchMode):
+    """Answers what can be."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return ask(func, *args)
+
+
+def test_what_is_written_to_is_given_back() -> None:
+    with MODE:
+        x, other = torch.ones(4, 6), torch.ones(6)
+    for like in (x, MODE.from_tensor(torch.ones(4, 6))):
+        with MODE, Answering():
+            assert like.add_(other) is like
+        assert like._version == 1
+        assert ask(torch.ops.aten._foreach_mul_.Scalar, [like, other], 2.0) is None
+
+
+def test_what_changes_the_sizes_of_what_it_is_given() -> None:
+    resize = torch.ops.aten.resize_.default
+    with MODE:
+        wide = [torch.ones(4, 6) for _ in range(2)]
+    for x in wide:
+        ask(resize, x, [2, 3])
+        assert x.shape == (2, 3)
+    for x in wide:  # what it gives back is as large as it was, what holds it is not
+        assert x.untyped_storage().nbytes() == 96
+        ask(resize, x, [2, 3])
+        with MODE:
+            y = torch.ones(2, 3)
+        ask(resize, y, [4, 6])
+        assert y.untyped_storage().nbytes() == 96
+
+
+def test_made_of_nothing() -> None:
+    zeros = torch.ops.aten.zeros.default
+    with MODE:
+        first, second = ask(zeros, [2, 3]), ask(zeros, [2, 3])
+        assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
+    with FakeTensorMode() as mode:
+        question = answers.asked(zeros, ([2, 3],), {})
+        assert question is not None
+        answer = answers.remembered(question)
+        assert answer is not None
+        made = answers.again(answer, question)
+        assert made.fake_mode is mode
+        assert vars(made).keys() == vars(torch.zeros(2, 3)).keys()
+    assert answers.asked(zeros, ([2, 3],), {}) is None  # of real ones nothing is known
+
+
+def test_of_real_tensors() -> None:
+    with MODE:
+        fake = torch.ones(2)
+    for given in ((torch.ones(2), fake), (fake, torch.ones(2))):
+        assert answers.asked(torch.ops.aten.add.Tensor, given, {}) is None

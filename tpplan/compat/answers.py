@@ -5,13 +5,13 @@ A fake mode remembers too, but takes far longer to find out what it was asked th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _MOST = 2**16
 _PLAIN = (
@@ -19,6 +19,9 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _ANSWERS: dict[Any, Answer] = {}
+_CPU = torch.device("cpu")
+_FRESH: dict[str, Any] = {}
+"""What a new fake tensor holds, whatever its mode."""
 
 
 class Made(NamedTuple):
@@ -36,12 +39,13 @@ class Answer:
     """What an op made.
 
     Attributes:
-        single: whether that is one tensor, not a tuple of some.
+        made: of a tensor that it was given and gives back, its number among them.
+        kind: of which type that is: one tensor, a tuple or list of some, None.
         told: what whoever asks has found out about the op with it.
     """
 
-    made: tuple[Made, ...]
-    single: bool
+    made: tuple[Made | int, ...]
+    kind: type
     told: Any
 
 
@@ -50,17 +54,27 @@ class Question(NamedTuple):
 
     key: tuple[Any, ...]
     given: list[FakeTensor]
+    mode: FakeTensorMode
+    call: tuple[Any, Sequence[Any], dict[str, Any]]
 
 
 def asked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Question | None:
-    """A call of an op; None where its answer may hang on more than sizes, or it is written to."""
-    if type(func) is not OpOverload or func._schema.is_mutable:
+    """A call of an op; None where its answer may hang on more than sizes."""
+    if type(func) is not OpOverload:
         return None
     key: list[Any] = [func, torch.get_default_dtype()]  # that of whole numbers divided
     given: list[FakeTensor] = []
     if not _tell(args, key, given) or (kwargs and not _tell(_pairs(kwargs), key, given)):
         return None
-    return Question(tuple(key), given) if given else None
+    if func._schema.is_mutable:
+        key += (tensor.untyped_storage().nbytes() for tensor in given)
+    mode = given[0].fake_mode if given else _active()
+    return None if mode is None else Question(tuple(key), given, mode, (func, args, kwargs))
+
+
+def _active() -> FakeTensorMode | None:
+    found: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # type: ignore[attr-defined]
+    return found  # type: ignore[no-any-return]
 
 
 def _pairs(kwargs: dict[str, Any]) -> Iterable[Any]:
@@ -92,9 +106,9 @@ def _is_plain(tensor: Any) -> bool:
     """Whether it is like any other of its sizes."""
     return (
         tensor.constant is None
+        and tensor.fake_device.type == "cpu"
         and tensor.layout is torch.strided
         and not tensor.dtype.is_complex
-        and tensor.fake_device.type == "cpu"
         and not tensor.is_neg()
     )
 
@@ -106,44 +120,88 @@ def remembered(question: Question) -> Answer | None:
 
 def again(answer: Answer, question: Question) -> Any:
     """An answer, made of the tensors of another call."""
-    given = question.given
-    mode = given[0].fake_mode
-    made = []
-    for base, shape, stride, offset, dtype in answer.made:
-        with in_kernel_invocation_manager(mode):
-            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            if base is not None:
+    given, mode = question.given, question.mode
+    made: list[FakeTensor] = []
+    for one in answer.made:
+        if isinstance(one, int):
+            made.append(given[one])
+            continue
+        base, shape, stride, offset, dtype = one
+        with torch._C._DisableTorchDispatch():
+            if base is None:
+                empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            else:
+                empty = torch.empty(0, dtype=dtype, device="meta")
                 empty.set_(given[base].untyped_storage(), offset, shape, stride)
-        made.append(FakeTensor(mode, empty, given[0].fake_device))
-    return made[0] if answer.single else tuple(made)
+        made.append(_fake(mode, empty))
+    if answer.kind is FakeTensor:
+        return made[0]
+    return None if answer.kind is type(None) else answer.kind(made)
+
+
+def _fake(mode: FakeTensorMode, elem: torch.Tensor) -> FakeTensor:
+    """``FakeTensor(mode, elem, _CPU)``, which sets and checks one thing after the other."""
+    if not _FRESH:
+        _FRESH.update(vars(FakeTensor(mode, elem, _CPU)))
+        del _FRESH["fake_mode"]
+    options = {"dispatch_device": True, "device_for_backend_keys": _CPU}
+    made = torch.Tensor._make_subclass(FakeTensor, elem, False, **options)  # type: ignore[arg-type]
+    vars(made).update(_FRESH, fake_mode=mode)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
+    return made
 
 
 def remember(question: Question, out: Any, told: Any) -> None:
     """Keep what a call was answered, if the like can be made again."""
-    given = question.given
-    made = [out] if isinstance(out, torch.Tensor) else out
+    mutable = question.call[0]._schema.is_mutable
+    made = [out] if isinstance(out, torch.Tensor) else [] if out is None else out
     if type(made) not in (list, tuple) or not all(type(t) is FakeTensor for t in made):
         return
-    bases = {t.untyped_storage()._cdata: i for i, t in reversed([*enumerate(given)])}
-    kept, fresh = list[Made](), set[int]()
+    if mutable and not _left_sizes(question):
+        return
+    places = {id(tensor): place for place, tensor in enumerate(question.given)}
+    bases = {t.untyped_storage()._cdata: i for i, t in reversed([*enumerate(question.given)])}
+    kept, fresh = list[Made | int](), set[int]()
     for tensor in made:
-        storage = tensor.untyped_storage()
-        base = bases.get(storage._cdata)
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        offset = tensor.storage_offset()
-        if any(tensor is other for other in given) or not _is_plain(tensor):
+        place = places.get(id(tensor))
+        one = _made(tensor, bases, fresh) if place is None else place
+        if one is None or (place is not None and not mutable):
             return
-        if base is None:
-            size = 0 if 0 in shape else _span(shape, stride) * tensor.element_size()
-            if offset or storage._cdata in fresh or storage.nbytes() != size:
-                return
-            fresh.add(storage._cdata)
-        if tensor.requires_grad or not all(type(n) is int for n in (*shape, *stride)):
-            return
-        kept.append(Made(base, shape, stride, int(offset), tensor.dtype))
+        kept.append(one)
     if len(_ANSWERS) >= _MOST:
         _ANSWERS.clear()
-    _ANSWERS[question.key] = Answer(tuple(kept), isinstance(out, torch.Tensor), told)
+    _ANSWERS[question.key] = Answer(tuple(kept), type(out), told)
+
+
+def _left_sizes(question: Question) -> bool:
+    """Whether an op that writes to what it was given wrote numbers alone."""
+    now = asked(*question.call)
+    return now is not None and now.key == question.key
+
+
+def _made(tensor: torch.Tensor, bases: Mapping[int, int], fresh: set[int]) -> Made | None:
+    """How to make the like of a tensor; None where that is not known.
+
+    Args:
+        bases: which of the tensors given has a storage; fresh: those that are new.
+    """
+    storage = tensor.untyped_storage()
+    base = bases.get(storage._cdata)
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    offset = tensor.storage_offset()
+    if not _is_plain(tensor) or tensor.requires_grad:
+        return None
+    if not all(type(n) is int for n in (*shape, *stride)):
+        return None
+    if base is None:
+        size = 0 if 0 in shape else _span(shape, stride) * tensor.element_size()
+        if offset or storage._cdata in fresh or storage.nbytes() != size:
+            return None
+        fresh.add(storage._cdata)
+    return Made(base, shape, stride, int(offset), tensor.dtype)
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:

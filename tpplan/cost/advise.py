@@ -23,6 +23,7 @@ from tpplan.cost.timing import TimeSummary, summarize
 from tpplan.language import PlanError
 from tpplan.language.styles import GATHERED, SHARD
 from tpplan.layout import Rows
+from tpplan.observe.caches import only_new_searched
 from tpplan.planner.experts import experts_in, ways
 from tpplan.simulate.execute import Training
 
@@ -111,6 +112,7 @@ class Survey:
         return _fastest(c for c in self.choices if c.fits)
 
 
+@only_new_searched()
 def advise(
     model: nn.Module,
     setting: Setting,

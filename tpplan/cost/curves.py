@@ -10,10 +10,12 @@ from torch import nn
 from tpplan.cost.dry_run import Setting, dry_run
 from tpplan.cost.run import DryRun
 from tpplan.language import FrozenMap, PlanError
+from tpplan.observe.caches import only_new_searched
 
 TPS = (1, 2, 4, 8, 16, 32, 64)
 
 
+@only_new_searched()
 def with_companions(
     model: nn.Module, setting: Setting, report: DryRun, tps: Sequence[int] = TPS
 ) -> DryRun:

@@ -15,6 +15,7 @@ from tpplan.cost.hardware import DEFAULT, HardwareSource, load_hardware
 from tpplan.cost.pace import pace_of
 from tpplan.cost.run import DryRun
 from tpplan.language import FrozenMap, Plan, PlanError
+from tpplan.observe.caches import only_new_searched
 from tpplan.observe.shadow import Call, call_for
 from tpplan.planner import compile_plan
 from tpplan.planner.known import Known
@@ -74,6 +75,7 @@ def with_labels(model: nn.Module, inputs: Any, batch: int, seq: int) -> dict[str
     return {**kwargs, **({} if "input_ids" in kwargs else {"input_ids": ids}), "labels": ids}
 
 
+@only_new_searched()
 def dry_run(
     model: nn.Module,
     setting: Setting,

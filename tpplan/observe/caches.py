@@ -34,12 +34,33 @@ def no_fakes_kept(foreign: Callable[[torch.Tensor], bool] = is_fake) -> Iterator
     try:
         yield
     finally:
-        # each refers to its type; that is asked of all objects at once, where all cost as much
-        for cache in [thing for thing in gc.get_referrers(_Cache) if type(thing) is _Cache]:
+        for cache in {*_known, *_caches()}:
             info = cache.cache_info()
             if info.currsize and before.get(cache) != info and _holds(cache, foreign):
                 cache.cache_clear()
             _known.add(cache)
+
+
+@contextlib.contextmanager
+def only_new_searched() -> Iterator[None]:
+    """Within it, what was there before is neither searched for caches again nor for garbage.
+
+    A process with torch and transformers has a million objects, and each search passes over all.
+    """
+    if gc.get_freeze_count():  # within another, or the user's own, which stays
+        yield
+        return
+    _known.update(_caches())
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _caches() -> list[_Cache[Any]]:
+    # each refers to its type; that is asked of all objects at once, where all cost as much
+    return [thing for thing in gc.get_referrers(_Cache) if type(thing) is _Cache]
 
 
 def _holds(cache: object, foreign: Callable[[torch.Tensor], bool]) -> bool:

@@ -64,8 +64,8 @@ def compile_plan(
         PlanError: with every problem found.
     """
     with same_randomness():
-        compiler = _Compiler(model, plan, tp, sequence_parallel, ep)
-        compiler.known = Known() if known is None else known
+        known = Known() if known is None else known
+        compiler = _Compiler(model, plan, tp, sequence_parallel, ep, known)
         compiler.check_structure(kernels)
         if compiler.complaints.wrong:
             compiler.check_sizes(inputs)
@@ -76,21 +76,21 @@ def compile_plan(
 
 
 class _Compiler(Outcome):
-    """Finds it all, step by step.
-
-    Attributes:
-        known: of the model, from compiling it before.
-    """
-
-    known: Known
+    """Finds it all, step by step."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool | None, ep: int
+        self,
+        model: nn.Module,
+        plan: Plan,
+        tp: int,
+        sequence_parallel: bool | None,
+        ep: int,
+        known: Known,
     ) -> None:
         for name, size in (("tp", tp), ("ep", ep)):
             if size < 1:
                 raise PlanError([Diagnostic(f"{name} must be at least 1, not {size}")])
-        self.model, self.plan, self.tp, self.ep = model, plan, tp, ep
+        self.model, self.plan, self.tp, self.ep, self.known = model, plan, tp, ep, known
         asked = plan.sequence_parallel if sequence_parallel is None else sequence_parallel
         self.sequence_parallel = asked and tp > 1
         self.matches, wrong = match(plan, model)
@@ -100,7 +100,7 @@ class _Compiler(Outcome):
         # lists with a module for each head
         self.lists = {p for p, style in self.styles.items() if style.is_list(modules[p])}
         self.multihead = {p for p, style in self.styles.items() if style.is_region(modules[p])}
-        self.sizes = Sizes(model, tp, self.multihead, self.complaints, ep)
+        self.sizes = Sizes(model, tp, self.multihead, self.complaints, ep, known)
         self.placing = Placing(model, self.lists, self.multihead, self.sizes, self.complaints)
 
     # --- what can be seen without running anything

@@ -31,6 +31,7 @@ from tpplan.planner.complaints import Complaints
 from tpplan.planner.experts import block_rules
 from tpplan.planner.flow import Flow
 from tpplan.planner.kernels import choose
+from tpplan.planner.known import Known
 from tpplan.planner.match import Matches
 from tpplan.planner.placing import Placing
 from tpplan.planner.sizes import Sizes
@@ -41,6 +42,7 @@ class Outcome:
     """What whoever examines the model fills in; see the rooms that each comes from.
 
     Attributes:
+        known: of the model, from compiling it before.
         multihead: the modules that are regions by themselves.
         draws: module path -> what its random numbers are for.
         bare: the modules that compute with cut parameters of their own.
@@ -54,6 +56,7 @@ class Outcome:
     plan: Plan
     tp: int
     ep: int
+    known: Known
     sequence_parallel: bool
     matches: Matches
     styles: dict[str, Style]

@@ -76,7 +76,8 @@ class Regions:
         cut = (found.sizes.layouts, columns, bare, found.placing.lists)
         # parts in blocks are answered, for as many ranks as there are; others are computed
         every = any(r.summed is not None and not r.block for r in found.bare.values())
-        tried = (prove(found.model, plans, *cut, found.tp, call, every) for call in calls)
+        how = every, found.known
+        tried = (prove(found.model, plans, *cut, found.tp, call, *how) for call in calls)
         return next((failure for failure in tried if failure is not None), None)
 
     def _region(self, path: str) -> str | None:

@@ -29,6 +29,7 @@ from tpplan.layout import Rows, own_part
 from tpplan.observe.likeness import identity, shared_tensors
 from tpplan.places import at, taken, with_at
 from tpplan.planner.events import Departed, Event, compare, first_of, own_columns, own_numbers
+from tpplan.planner.known import Known
 from tpplan.planner.match import folded
 from tpplan.planner.rank_part import as_rank
 from tpplan.planner.stand_in import stand_in
@@ -69,6 +70,7 @@ def prove(
     tp: int,
     call: tuple[tuple[Any, ...], dict[str, Any]],
     every: bool,
+    known: Known,
 ) -> Failure | None:
     """Replay ``call`` for ranks of ``tp``; the first departure, or None where there is none.
 
@@ -78,8 +80,9 @@ def prove(
         bare: parameters that are cut by a rule of their own, and how.
         lists: those with a module for each head.
         every: whether it takes all ranks to make a sum, and not some as well as all.
+        known: of the model, from proving it for other ranks.
     """
-    replay = _Replay(model, plans, layouts, columns, bare, lists, tp)
+    replay = _Replay(model, plans, layouts, columns, bare, lists, tp, known)
     try:
         with torch.no_grad():
             replay.run(call, None)
@@ -112,6 +115,7 @@ class _Replay:
         bare: Mapping[str, tuple[Rule, Placement]],
         lists: set[str],
         tp: int,
+        known: Known,
     ) -> None:
         self.plans, self.layouts, self.columns, self.tp = plans, layouts, columns, tp
         self.bare, self.lists = bare, lists
@@ -123,7 +127,7 @@ class _Replay:
         # modules on sharded columns or heads, which are run on the rank's part
         self.inner: list[str] = []
         self.answering = {path for path in plans if self._answers(model, path)}
-        self.model = stand_in(model, self.answering)
+        self.model = stand_in(model, self.answering, known)
         for path, module in self.model.named_modules():
             self._watch(path, module)
         self._last: dict[Hashable, Any] = {}

@@ -14,6 +14,7 @@ from tpplan.observe.experts import shared_experts
 from tpplan.observe.thin_experts import NotStackedError, Stacked
 from tpplan.observe.trace import Call, Trace
 from tpplan.planner.attributes import assign, integers, named_in_code
+from tpplan.planner.known import Known
 from tpplan.styles import divisors
 
 
@@ -28,8 +29,11 @@ class NotOverEpError(NotStackedError):
 class Sharing:
     """The experts of one module, and the ranks that are to share them."""
 
-    def __init__(self, module: nn.Module, call: Call, trace: Trace, tp: int, ep: int) -> None:
+    def __init__(
+        self, module: nn.Module, call: Call, trace: Trace, tp: int, ep: int, known: Known
+    ) -> None:
         self.module, self.call, self.trace, self.tp, self.ep = module, call, trace, tp, ep
+        self.known = known
         # what runs the experts may not be code of their class
         self.numbers = {**integers(vars(module)), **named_in_code(module)}
 
@@ -54,8 +58,13 @@ class Sharing:
         return _both(self._shared(self.tp, False), self._apart(self.ep))
 
     def _shared(self, ranks: int, whole: bool) -> Stacked:
-        how = self.trace, self.numbers, ranks, assign, whole
-        return shared_experts(self.module, self.call, *how)
+        module, call, trace = about = self.module, self.call, self.trace
+        how = self.numbers, ranks, assign, whole
+        return self.known.once(
+            about,
+            ("shared", ranks, whole),
+            lambda: shared_experts(module, call, trace, *how),
+        )
 
     def _apart(self, ranks: int) -> Stacked:
         """Whole experts for each of so many ranks."""

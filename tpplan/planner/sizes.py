@@ -20,6 +20,7 @@ from tpplan.observe.trace import Trace
 from tpplan.places import Argument
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.geometry import Geometry
+from tpplan.planner.known import Known
 from tpplan.planner.match import fold
 from tpplan.planner.parts import packed_heads
 from tpplan.planner.sharing import NotOverEpError, Sharing
@@ -48,9 +49,16 @@ class Sizes:
     geometry: Geometry
 
     def __init__(
-        self, model: nn.Module, tp: int, multihead: set[str], complaints: Complaints, ep: int = 1
+        self,
+        model: nn.Module,
+        tp: int,
+        multihead: set[str],
+        complaints: Complaints,
+        ep: int,
+        known: Known,
     ) -> None:
         self.model, self.tp, self.ep, self.multihead = model, tp, ep, multihead
+        self.known = known
         self.complaints, self.rules = complaints, complaints.matches.modules
         self.products = Products(model)
         self._shared: dict[Any, Stacked | NotStackedError] = {}
@@ -199,7 +207,7 @@ class Sizes:
         try:
             if key not in self._shared:
                 whole = named(rule.style).keeps_whole(rule.options)
-                shared = Sharing(module, call, self.trace, self.tp, self.ep)
+                shared = Sharing(module, call, self.trace, self.tp, self.ep, self.known)
                 self._shared[key] = shared.found(whole)
         except NotStackedError as error:
             self._shared[key] = error

@@ -9,26 +9,22 @@ import torch
 from torch import nn
 
 from tpplan.observe.twins import buffer_like, without_hooks
+from tpplan.planner.known import Known
 
 _SMALL = 2**16
 
 
-def stand_in(model: nn.Module, answering: set[str]) -> nn.Module:
+def stand_in(model: nn.Module, answering: set[str], known: Known) -> nn.Module:
     """A copy in float32 whose answering modules have no large weights, and the others random ones.
 
-    Small ones have theirs, for code of other modules that reads them.
+    Small ones have theirs, for code of other modules that reads them. ``known``: has the weights of
+    other copies of it, which serve again.
     """
-    generator = torch.Generator().manual_seed(0)
-    memo: dict[int, Any] = {}
-    for path, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is None or id(parameter) in memo:
-                continue
-            if path in answering and parameter.numel() > _SMALL:
-                twin = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
-            else:
-                twin = torch.rand(parameter.shape, generator=generator) + 0.5
-            memo[id(parameter)] = nn.Parameter(twin, requires_grad=False)
+    about, key = (model, *model.parameters()), ("weights", frozenset(answering))
+    weights, state = known.once(about, key, lambda: _weights(model, answering))
+    generator = torch.Generator()
+    generator.set_state(state)
+    memo: dict[int, Any] = dict(weights)
     for module in model.modules():
         for table in (module._buffers, vars(module)):
             for value in table.values():
@@ -37,3 +33,19 @@ def stand_in(model: nn.Module, answering: set[str]) -> nn.Module:
     twin_model = copy.deepcopy(model, memo).eval()
     without_hooks(twin_model)
     return twin_model
+
+
+def _weights(model: nn.Module, answering: set[str]) -> tuple[dict[int, nn.Parameter], torch.Tensor]:
+    """The copies' parameters by the ids of the model's, and the state of what they are drawn of."""
+    generator = torch.Generator().manual_seed(0)
+    found: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in found:
+                continue
+            if path in answering and parameter.numel() > _SMALL:
+                twin = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
+            else:
+                twin = torch.rand(parameter.shape, generator=generator) + 0.5
+            found[id(parameter)] = nn.Parameter(twin, requires_grad=False)
+    return found, generator.get_state()

@@ -34,6 +34,7 @@ from tpplan.simulate.recorder import KINDS, Recorder, tensors_in
 from tpplan.simulate.steps import Collective, Matmul, Member, Step
 
 _aten = torch.ops.aten
+_device, _wait = torch.ops.prim.device.default, torch.ops._c10d_functional.wait_tensor.default
 # what torch's own table leaves out
 _FLOPS: Mapping[Any, tuple[int, Callable[..., int]]] = {
     _aten.addmm_: (3, addmm_flop),
@@ -158,18 +159,18 @@ class Tracker(Recorder):
     # --- what they do
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _device and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # most of all that is asked, and never work
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        if func is torch.ops._c10d_functional.wait_tensor.default:
+        if func is _wait:
             self._wait(args[0])
             return args[0]  # its fake would be another tensor
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # half of all that is asked, and never work
         if self._aside.depth:
             return func(*args, **(kwargs or {}))
         self._enter_step()
         kwargs = kwargs or {}
-        question = None if func._schema.name in KINDS else answers.asked(func, args, kwargs)
+        question = answers.asked(func, args, kwargs)
         if question is None:
             return self._run(func, types, args, kwargs)[0]
         answer = answers.remembered(question)
@@ -182,10 +183,15 @@ class Tracker(Recorder):
     def _again(self, answer: answers.Answer, question: answers.Question) -> Any:
         """An op whose like was run before."""
         out = answers.again(answer, question)
-        for made, tensor in zip(answer.made, tensors_in(out), strict=True):
-            if made.base is None:
+        made = [out] if answer.kind is FakeTensor else out or ()
+        for how, tensor in zip(answer.made, made, strict=True):
+            if isinstance(how, answers.Made) and how.base is None:
                 self._note(tensor.untyped_storage())
-        if answer.told is not None:
+        kind = KINDS.get(question.call[0]._schema.name)
+        if kind is not None:
+            self.collectives.append(self._collective(kind, *question.call, out))
+            self._send(made)
+        elif answer.told is not None:
             self._add(answer.told)
         return out
 
@@ -201,15 +207,19 @@ class Tracker(Recorder):
         for tensor in new:
             self._note(tensor.untyped_storage())
         if len(self.collectives) > before:
-            for tensor in made:
-                self._sent[memory_of(tensor)] = len(self._issues)
-            self._issues.append(self._open)
-            self._close(self.collectives[-1])
+            self._send(made)
         elif new or func._schema.is_mutable:
             work = _work_of(func, args, kwargs, out, [*given, *made])
             self._add(work)
             return out, work
         return out, None
+
+    def _send(self, made: Sequence[torch.Tensor]) -> None:
+        """Close the step with the collective that was recorded last, which makes these."""
+        for tensor in made:
+            self._sent[memory_of(tensor)] = len(self._issues)
+        self._issues.append(self._open)
+        self._close(self.collectives[-1])
 
     def _enter_step(self) -> None:
         module, element = self._place()
