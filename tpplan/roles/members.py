@@ -72,7 +72,7 @@ def called(module: Lowered) -> contextlib.AbstractContextManager[None]:
     """While ``module`` runs, which was called with no rewritten module around it that runs.
 
     Raises:
-        RuntimeError: in one of torch.func's transforms, which autograd functions are to be made for.
+        RuntimeError: in a transform of torch.func's, which these autograd functions do not know.
     """
     state = module._tpplan
     if compat.is_transformed():
