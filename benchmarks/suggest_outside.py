@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parent / "results" / "suggest-outside.md"
 HEADS = ("model", "seconds", "rules", "suggested", "on a rank", "collectives", "by hand", "verdict")
 WHY = """Why some are worse, as far as it is known:
 
-- Meta's Llama: its attention is left whole, and then fails on a part of the sequence.
+- Meta's Llama: its attention, which writes to its caches, is left whole.
 - x-transformers: under TP+SP five collectives more; not looked into.
 - x-transformers, half the KV heads: a region of each layer is left whole; not looked into."""
 # batch, length and seed of the call
