@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    # before any kernel is defined: they run on the CPU then
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.ranks import Ranks
 from tests.thorough import THOROUGH, in_turn, said
