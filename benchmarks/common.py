@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,20 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip()
 
     return "\n".join([line(heads), "  ".join("-" * w for w in widths), *map(line, rows)])
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of a page in ``results``."""
+    return "\n".join("| " + " | ".join(c) + " |" for c in (heads, ["---"] * len(heads), *rows))
+
+
+def kept_rows(page: Path, heads: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The rows of the table that a page has, by their first cell."""
+    if not page.exists():
+        return {}
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    rows = [tuple(line[2:-2].split(" | ")) for line in lines[2:]]
+    return {row[0]: row for row in rows if len(row) == len(heads)}
 
 
 def finish(options: argparse.Namespace, figures: Mapping[str, Any], missed: Sequence[str]) -> int:

@@ -27,6 +27,7 @@ from torch import nn
 
 import tpplan
 from benchmarks import zoo
+from benchmarks.common import markdown
 
 RESULTS = Path(__file__).parent / "results" / "coverage.md"
 SHARE = 0.6
@@ -225,12 +226,6 @@ def reasons(rows: Sequence[Row]) -> list[str]:
     return [f"{count} × {reason}" for reason, count in found.most_common()]
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Rows under their heads."""
-    lines = [HEADS, ["---"] * len(HEADS), *(row.cells for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def document(sections: Mapping[str, Sequence[Row]], tp: int, command: str) -> str:
     """The whole page."""
     parts = [
@@ -244,7 +239,7 @@ def document(sections: Mapping[str, Sequence[Row]], tp: int, command: str) -> st
     ]
     for title, rows in sections.items():
         lines = [f"- {line}" for line in totals(rows)]
-        parts += [f"## {title}", "\n".join(lines), markdown(rows)]
+        parts += [f"## {title}", "\n".join(lines), markdown(HEADS, (row.cells for row in rows))]
     return "\n\n".join(parts) + "\n"
 
 

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import tpplan
+from benchmarks.common import markdown
 from tests.outside.models import MODELS, Outside
 
 MODES = {"TP": False, "TP+SP": True}
@@ -90,12 +91,6 @@ def examine(name: str, outside: Outside, tp: int) -> Row:
     return Row(name, label, rules, checks, reason)
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Rows under their heads."""
-    lines = [HEADS, ["---"] * len(HEADS), *(row.cells for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def document(rows: Sequence[Row], tp: int, command: str) -> str:
     """The whole page."""
     batch, length, _ = CALL
@@ -112,7 +107,7 @@ def document(rows: Sequence[Row], tp: int, command: str) -> str:
         "under TP+SP one all-reduce more sums the gradients of what is replicated. The error is "
         "the worst of all gradients in both modes (`benchmarks/common.py` has the metric), or the "
         "first line of why there is none.",
-        markdown(rows),
+        markdown(HEADS, (row.cells for row in rows)),
         "What is above the least: nanoGPT computes its loss, on sharded logits: three small "
         "all-reduces. What needs the whole sequence behind the stack (a pooled or picked token, "
         "a replicated head) gathers it once, and once more where it is given out as well; a "
@@ -138,7 +133,7 @@ def main() -> int:
     for name, outside in MODELS.items():
         if options.only in name:
             rows.append(examine(name, outside, options.tp))
-    print(markdown(rows))
+    print(markdown(HEADS, (row.cells for row in rows)))
     if options.out is not None:
         command = " ".join(["python -m benchmarks.outside", *sys.argv[1:]])
         options.out.write_text(document(rows, options.tp, command))

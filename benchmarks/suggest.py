@@ -23,6 +23,7 @@ import transformers
 
 import tpplan
 from benchmarks import zoo
+from benchmarks.common import kept_rows, markdown
 from benchmarks.coverage import plan_for, reason_of
 from tests.gpt import GPT
 
@@ -156,15 +157,6 @@ def in_a_process(name: str, make: zoo.Maker, timeout: float) -> tuple[str, ...]:
     return row
 
 
-def known_rows() -> dict[str, tuple[str, ...]]:
-    """What the table has."""
-    if not RESULTS.exists():
-        return {}
-    lines = [line for line in RESULTS.read_text().splitlines() if line.startswith("| ")]
-    rows = [tuple(line.strip("| ").split(" | ")) for line in (text[:-2] for text in lines[2:])]
-    return {row[0]: row for row in rows if len(row) == len(HEADS)}
-
-
 def document(rows: Sequence[Sequence[str]], left: int) -> str:
     """The whole page."""
     verdicts = [row[-1] for row in rows]
@@ -182,10 +174,9 @@ def document(rows: Sequence[Sequence[str]], left: int) -> str:
         "wrong where the shipped plan is right, or has a larger share or more collectives in one.",
         f"- {len(rows)} models examined, {left} not yet\n- right in all four ways: {four}\n"
         f"- as good as the shipped plan or better: {fine} of {len(with_shipped)} that have one",
+        WHY,
+        markdown(HEADS, rows),
     ]
-    table = [HEADS, ["---"] * len(HEADS), *rows]
-    parts.append(WHY)
-    parts.append("\n".join("| " + " | ".join(cells) + " |" for cells in table))
     return "\n\n".join(parts) + "\n"
 
 
@@ -203,7 +194,7 @@ def main() -> int:
     unknown = [name for name in asked if name not in makers]
     if unknown:
         raise SystemExit(f"no such models: {', '.join(unknown)}")
-    rows, start = known_rows(), time.monotonic()
+    rows, start = kept_rows(RESULTS, HEADS), time.monotonic()
     for name in asked or [name for name in makers if name not in rows]:
         if time.monotonic() - start > options.seconds:
             break

@@ -21,6 +21,7 @@ import yaml
 from torch import nn
 
 import tpplan
+from benchmarks.common import kept_rows, markdown
 from benchmarks.coverage import reason_of
 from benchmarks.suggest import BETTER, EQUAL, Found, verdict, verified
 from tests.outside import torchs
@@ -103,20 +104,10 @@ def examine(model: Model) -> tuple[str, ...]:
     return seconds, rules, *found.cells, told, verdict(found, by_hand)
 
 
-def known_rows() -> dict[str, tuple[str, ...]]:
-    """What the table has."""
-    if not RESULTS.exists():
-        return {}
-    lines = [line for line in RESULTS.read_text().splitlines() if line.startswith("| ")]
-    rows = [tuple(line[2:-2].split(" | ")) for line in lines[2:]]
-    return {row[0]: row for row in rows if row[0] in EXAMINED}
-
-
 def document(rows: Sequence[Sequence[str]]) -> str:
     """The whole page."""
     verdicts = [row[-1] for row in rows if row[-2] != "none"]
     fine = sum(v in (EQUAL, BETTER) for v in verdicts)
-    lines = [HEADS, ["---"] * len(HEADS), *rows]
     parts = [
         "# Suggested plans for models from outside transformers",
         f"`python -m benchmarks.suggest_outside`, torch {torch.__version__}, transformers "
@@ -130,7 +121,7 @@ def document(rows: Sequence[Sequence[str]]) -> str:
         f"- as good as the plan by hand or better: {fine} of {len(verdicts)} that have one\n"
         f"- refused, with the reason: {sum(row[-1] == 'refused' for row in rows)}",
         WHY,
-        "\n".join("| " + " | ".join(cells) + " |" for cells in lines),
+        markdown(HEADS, rows),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -143,7 +134,7 @@ def main() -> int:
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    rows = known_rows()
+    rows = kept_rows(RESULTS, HEADS)
     for name, model in EXAMINED.items():
         if options.only not in name or (options.new and name in rows):
             continue

@@ -274,12 +274,12 @@ def start_reduce_scatter(
         x = pack(x, dim, group.size, bias=early, dtype=dtype).flatten(0, 1)
     else:
         x = pad(x if dtype is None else x.to(dtype), dim, rows * group.size)
-        # ranks, then what a chunk has: the result is a chunk, and a view of nothing
-        if dim > 0 and shape[:dim].count(1) == dim:
-            x = x.reshape(group.size, *shape[1:dim], rows, *shape[dim + 1 :])
-        elif dim > 0:
+        # ranks times what a chunk begins with: the result is a chunk, and a view of nothing
+        if shape[:dim].count(1) < dim:
             split = [*shape[:dim], group.size, rows, *shape[dim + 1 :]]
             x = x.reshape(split).movedim(dim, 0).contiguous().flatten(0, 1)
+        elif dim > 0:
+            x = x.reshape(group.size, *shape[1:dim], rows, *shape[dim + 1 :])
     op = _ops.reduce_scatter_tensor
     part = _started(site, op, x.contiguous(), "sum", group.size, group.name)
     return Handle(part, site, None if bias is None else functools.partial(_shifted, bias))

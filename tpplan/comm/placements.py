@@ -16,6 +16,7 @@ from tpplan.compat import DTensorSpec, StridedShard
 from tpplan.layout import Rows
 
 Placed = DTensor | DTensorSpec
+_shard = functools.cache(Shard)
 
 
 def tp_dim(mesh: DeviceMesh) -> int:
@@ -52,9 +53,6 @@ def around_tp(t: Placed) -> tuple[DeviceMesh, list[Placement]]:
 def is_whole(t: Placed) -> bool:
     """Whether every rank holds all of it."""
     return all(kind.is_replicate() for kind in t.placements)
-
-
-_shard = functools.cache(Shard)
 
 
 def is_cut(t: Placed, dim: int) -> bool:

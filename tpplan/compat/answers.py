@@ -13,6 +13,8 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from tpplan.compat.modes import fake_mode
+
 _MOST = 2**16
 _PLAIN = (
     *(type(None), bool, int, float, str),
@@ -68,13 +70,8 @@ def asked(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Question | 
         return None
     if func._schema.is_mutable:
         key += (tensor.untyped_storage().nbytes() for tensor in given)
-    mode = given[0].fake_mode if given else _active()
+    mode = given[0].fake_mode if given else fake_mode()
     return None if mode is None else Question(tuple(key), given, mode, (func, args, kwargs))
-
-
-def _active() -> FakeTensorMode | None:
-    found: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # type: ignore[attr-defined]
-    return found  # type: ignore[no-any-return]
 
 
 def _pairs(kwargs: dict[str, Any]) -> Iterable[Any]:

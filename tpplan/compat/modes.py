@@ -24,9 +24,14 @@ dispatch_is_observed: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Whether a mode is to see, or to replace, the ops that are called (how many)."""
 
 
+def fake_mode() -> Any:
+    """The mode that makes fake tensors now; None where none does."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # type: ignore[attr-defined]
+
+
 def fakes_are_made() -> bool:
     """Whether ops make fake tensors now: nothing is computed, and nothing sent."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+    return fake_mode() is not None
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

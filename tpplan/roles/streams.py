@@ -68,11 +68,7 @@ class Container(Lowered):
         state = self._tpplan
         stream = state.stream
         if state.inside:
-            stream.depth += 1
-            try:
-                return super().forward(*args, **kwargs)
-            finally:
-                stream.depth -= 1
+            return self._tpplan_around(*args, **kwargs)
         config = getattr(self, "config", None)
         if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
             raise ValueError(
@@ -85,17 +81,22 @@ class Container(Lowered):
             for _, own in members_of(self):
                 own.drop()
         prepare(self, summed_only=True)
-        stream.depth += 1
-        try:
-            out = super().forward(*args, **kwargs)
-        finally:
-            stream.depth -= 1
+        out = self._tpplan_around(*args, **kwargs)
         if not stream.sequence_parallel and torch.compiler.is_compiling():
             return out
         given = any(stream.is_sharded(x) for x in (*args, *kwargs.values()))
         if stream.sequence_parallel and not given:
             return _converted(out, self._whole)
         return _converted(out, self._logits)
+
+    def _tpplan_around(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, around the modules that it calls."""
+        stream = self._tpplan.stream
+        stream.depth += 1
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            stream.depth -= 1
 
     def _logits(self, x: DTensor) -> torch.Tensor:
         if isinstance(x, Window):  # of logits
