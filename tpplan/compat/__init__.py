@@ -23,6 +23,7 @@ from tpplan.compat.autograd import sequence_number as sequence_number
 from tpplan.compat.autograd import set_hooks as set_hooks
 from tpplan.compat.fakes import FakeTensorMode as FakeTensorMode
 from tpplan.compat.modes import NeedsValuesError as NeedsValuesError
+from tpplan.compat.modes import Uncompiled as Uncompiled
 from tpplan.compat.modes import constant_in_graphs as constant_in_graphs
 from tpplan.compat.modes import dispatch_is_observed as dispatch_is_observed
 from tpplan.compat.modes import dispatch_modes as dispatch_modes
@@ -63,4 +64,5 @@ from tpplan.compat.tensors import spec_of as spec_of
 from tpplan.compat.tensors import unflattened as unflattened
 from tpplan.compat.worlds import fake_world as fake_world
 from tpplan.compat.worlds import mesh_of_all as mesh_of_all
+from tpplan.compat.worlds import one_thread as one_thread
 from tpplan.compat.worlds import simulate as simulate

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 
+from tpplan.compat.modes import Uncompiled
+
 _BESIDE_BFLOAT16 = (torch.float32, torch.float16)
 
 
-class FakeTensorMode(fake_tensor.FakeTensorMode):
+class FakeTensorMode(Uncompiled, fake_tensor.FakeTensorMode):
     """Torch's mode, and in it grouped products in every precision that torch computes.
 
     Torch itself makes those of bfloat16 alone.

@@ -34,6 +34,17 @@ def fakes_are_made() -> bool:
     return fake_mode() is not None
 
 
+class Uncompiled(_python_dispatch.TorchDispatchMode):
+    """A mode within which nothing is compiled.
+
+    TorchDynamo's wrapper, which keeps it from compiling what a mode does, takes longer than that.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

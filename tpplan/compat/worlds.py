@@ -80,6 +80,22 @@ def mesh_of_all(tp: int, ep: int, prefix: str = "") -> DeviceMesh:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=names)
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Within it, an op computes on the thread that calls it.
+
+    What is proved on is small. OpenMP's threads wait for each other without giving way: ranks that
+    are threads, or other processes, on the same cores make that ten times as long, and more.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 @_same_excepthook()
 def simulate(size: int, job: Callable[[DeviceMesh], Any], ep: int = 1) -> list[Any]:
     """``job(mesh)`` on ranks that are threads of this process; what each returned.

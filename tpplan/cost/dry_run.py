@@ -148,12 +148,17 @@ def _folded(
             shorter = [f.shortened(int(f == fold)) for f in folds]
             longer[fold] = more, unfolded(compiled, shorter, more)
 
+        done: dict[Fold | None, Execution] = {}
+
+        def once(
+            fold: Fold | None, model: nn.Module, plan: CompiledPlan, training: Training
+        ) -> Execution:
+            done[fold] = execute(model, plan, call, training, stacks, pace, done.get(fold))
+            return done[fold]
+
         def run(training: Training) -> Execution:
-            short = execute(shortest, compiled, call, training, stacks, pace)
-            runs = {
-                fold: execute(more, plan, call, training, stacks, pace).steps
-                for fold, (more, plan) in longer.items()
-            }
+            short = once(None, shortest, compiled, training)
+            runs = {fold: once(fold, *more, training).steps for fold, more in longer.items()}
             held = unfolded_names(short.optimizer, folds, model)
             return Execution(unfold(short.steps, runs, times), held)
 

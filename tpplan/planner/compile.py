@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compat import FakeTensorMode, NeedsValuesError
+from tpplan.compat import FakeTensorMode, NeedsValuesError, one_thread
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
@@ -63,7 +63,7 @@ def compile_plan(
     Raises:
         PlanError: with every problem found.
     """
-    with same_randomness():
+    with same_randomness(), one_thread():
         known = Known() if known is None else known
         compiler = _Compiler(model, plan, tp, sequence_parallel, ep, known)
         compiler.check_structure(kernels)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpplan.compat import quiet, unfused
+from tpplan.compat import one_thread, quiet, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
@@ -71,7 +71,8 @@ def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
     if compiled.tp * compiled.ep == 1:
         return
     wide = (torch.float64, torch.complex128)
-    with same_randomness(), no_fakes_kept(lambda t: t.dtype in wide), quiet(), unfused():
+    nothing_kept = no_fakes_kept(lambda t: t.dtype in wide)
+    with same_randomness(), one_thread(), nothing_kept, quiet(), unfused():
         _prove(model, compiled, inputs)
 
 

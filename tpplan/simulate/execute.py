@@ -57,6 +57,11 @@ class Execution:
     steps: tuple[Step, ...]
     optimizer: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def stepping(self) -> tuple[Step, ...]:
+        """The steps of the optimizer."""
+        return tuple(step for step in self.steps if step.phase == "optimizer")
+
 
 def execute(
     model: nn.Module,
@@ -65,6 +70,7 @@ def execute(
     training: Training,
     stacks: tuple[str, ...] = (),
     pace: Pace | None = None,
+    like: Execution | None = None,
 ) -> Execution:
     """Forward, backward and optimizer step of ``model`` rewritten by ``compiled``.
 
@@ -72,6 +78,8 @@ def execute(
         model: is not changed; may be on the meta device.
         stacks: paths of the lists of modules whose elements the steps are told apart by.
         pace: see ``apply``.
+        like: one of the same model, trained in the same way but for recomputation, which changes
+            nothing of the optimizer's step: that one's is taken for this.
 
     Raises:
         PlanError: where the rewritten model cannot be run.
@@ -111,6 +119,8 @@ def execute(
             del out, result
         tracker.gradients(shadow)
         held: Mapping[str, int] = {}
+        if like is not None:
+            return Execution((*tracker.steps(), *like.stepping), like.optimizer)
         if training.optimizer is not None:
             with tracker.during("optimizer"):
                 how = (training.optimizer, training.max_norm, training.master_weights)

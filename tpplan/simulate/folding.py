@@ -8,6 +8,7 @@ were, so that code which goes by an element's index finds the same.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -129,7 +130,7 @@ def unfolded_names(
 class Rename:
     """Paths of one element of a stack, as those of another one."""
 
-    def __init__(self, stack: str = "", source: int = 0, target: int = 0) -> None:
+    def __init__(self, stack: str, source: int, target: int) -> None:
         self.source, self.target = source, target
         self._stack = stack
         self._pattern = re.compile(rf"(?<![\w.]){re.escape(stack)}\.{source}(?![\w])")
@@ -167,9 +168,12 @@ def _source(path: str, folds: Sequence[Fold]) -> tuple[str, Rename]:
         if path.startswith(f"{fold.stack}."):
             index = int(path[len(fold.stack) + 1 :].partition(".")[0])
             source = fold.source(index)
-            back = Rename(fold.stack, index, source)
-            return back.text(path), Rename(fold.stack, source, index)
-    return path, Rename()
+            back = _rename(fold.stack, index, source)
+            return back.text(path), _rename(fold.stack, source, index)
+    return path, _rename("", 0, 0)
+
+
+_rename = functools.lru_cache(4096)(Rename)
 
 
 def _fold_of(path: str, told: Sequence[object]) -> Fold | None:

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import (
 
 from tpplan.compat import (
     FakeTensor,
+    Uncompiled,
     answers,
     local_of,
     memory_of,
@@ -72,7 +73,7 @@ class _Aside:
         self.depth -= 1
 
 
-class Tracker(Recorder):
+class Tracker(Uncompiled, Recorder):
     """Records a run of one model: every op's FLOPs and bytes, every allocation, every collective.
 
     Memory is what storages hold: a storage counts from the op that made it until nothing refers

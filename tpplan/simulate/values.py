@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpplan.compat import FakeTensor, NeedsValuesError, without_fakes
+from tpplan.compat import FakeTensor, NeedsValuesError, Uncompiled, without_fakes
 from tpplan.simulate.recorder import tensors_in
 
 _LARGEST = 2**20
 """Elements; what is larger (a mask for each pair of tokens) stays fake."""
 
 
-class RealValues(TorchDispatchMode):
+class RealValues(Uncompiled):
     """Has ops on real tensors alone compute, where their results are small.
 
     To be entered after the fake mode. Tensors that are made of nothing count as real where they

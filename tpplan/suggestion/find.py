@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpplan.compat import one_thread
 from tpplan.cost import DEFAULT, load_hardware
 from tpplan.cost.hardware import HardwareSource
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
@@ -78,7 +79,7 @@ def find(
     if tp < 2:
         raise PlanError([Diagnostic(f"a plan is suggested for at least 2 ranks, not {tp}")])
     task = Task(tp, batch, seq, load_hardware(hardware or DEFAULT), inputs)
-    with torch.enable_grad():  # whatever the caller does with the model itself
+    with one_thread(), torch.enable_grad():  # whatever the caller does with the model itself
         return _found(model, task, told)
 
 
