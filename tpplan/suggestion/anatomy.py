@@ -20,6 +20,8 @@ from tpplan.suggestion.regions import ElementParts, Reader, element_calls, mixin
 from tpplan.suggestion.units import Kind, Units
 
 _SMALL = 0.005
+_HANDING_ON = VIEWS | KEEPING | {"cat", "slice", "split", "where", "masked_fill"}
+"""What ids go through unchanged, beside a prompt's for instance, or in part."""
 _FIRST = 3
 """Of attention the likeliest layouts, tried before what its numbers show."""
 _SHARDED = Decision(VOCAB.name)
@@ -275,14 +277,14 @@ class _Builder:
         return found
 
     def _of_inputs(self, path: str) -> bool:
-        """Whether a table is given what the model was given, as it was."""
+        """Whether a table is given what the model was given, or that beside others."""
         given = set(self.trace.calls[0].arguments)
         calls = list(self.units.calls(path))
         ops = [op for c in calls for op in self.trace.ops[c.first_op : c.last_op]]
         taken = {n for op in ops if "embedding" in op.name for n in op.inputs}
         for op in self.trace.ops:
             name = op.name.removeprefix("aten.").split(".")[0]
-            if (name in VIEWS or name in KEEPING) and not given.isdisjoint(op.inputs):
+            if name in _HANDING_ON and not given.isdisjoint(op.inputs):
                 given.update(op.outputs)
         return not given.isdisjoint(taken)
 
