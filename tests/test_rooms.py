@@ -47,7 +47,7 @@ PERMITTED: Mapping[str, str] = {
     "hf": "language styles planner shipped",
     "api": "compat language kernels comm compiled planner rewrite trainers adapters simulate cost "
     "shipped render proof suggestion",
-    "pretrained": "models checkpoint shipped api",
+    "pretrained": "models checkpoint observe rewrite shipped api",
     "cli": "version language models options planner progress completion shipped render "
     "proof suggestion api",
     "__main__": "cli",

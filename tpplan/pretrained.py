@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.api import parallelize
 from tpplan.checkpoint import load_checkpoint
+from tpplan.checkpoint.initial import Initial
 from tpplan.models import build
+from tpplan.observe.caches import no_fakes_kept
+from tpplan.rewrite.world import from_first, own_mesh
 from tpplan.shipped import PlanSource
 
 
@@ -28,9 +34,11 @@ def from_pretrained(
     """A transformers model of a folder with ``config.json`` and safetensors files, sharded.
 
     It is built on the meta device, parallelized, and filled by ``load_checkpoint``: no rank ever
-    holds more than its own part. Of a config (an object of transformers) the model is built whole
-    on every rank and then sharded: with the same seed everywhere it has the values that the
-    unsharded model has. In evaluation mode, as transformers' own function gives it.
+    holds more than its own part. Of a config (an object of transformers) it is a new model, with
+    the values that the unsharded one has where the first rank's random state is; a rank holds its
+    own part and one whole tensor at a time. A model whose code looks at its numbers while it is
+    built is built whole on every rank, with a warning. In evaluation mode, as transformers' own
+    function gives it.
 
     Args:
         plan, mesh, sequence_parallel, kernels, inputs, prove: as for ``parallelize``.
@@ -40,15 +48,43 @@ def from_pretrained(
         PlanError: where the plan does not fit it.
         CheckpointError: where the files do not.
     """
+    how = (plan, mesh, sequence_parallel, kernels)
     if not isinstance(path_or_config, str | Path):
-        model: nn.Module = _class_of(path_or_config)(path_or_config)
-    else:
-        model = build(str(path_or_config))
-    parallelize(model, plan, mesh, sequence_parallel, kernels, inputs=inputs, prove=prove)
-    if isinstance(path_or_config, str | Path):
-        load_checkpoint(model, path_or_config)
-        _read_generation(model, Path(path_or_config))
+        own, _, _ = own_mesh(mesh)
+        made = _made(functools.partial(_class_of(path_or_config), path_or_config), own)
+        model = made.model if isinstance(made, Initial) else made
+        parallelize(model, *how, inputs=inputs, prove=prove)
+        if isinstance(made, Initial):
+            made.fill()
+        return model.eval()
+    model = build(str(path_or_config))
+    parallelize(model, *how, inputs=inputs, prove=prove)
+    load_checkpoint(model, path_or_config)
+    _read_generation(model, Path(path_or_config))
     return model.eval()
+
+
+def _made(make: Callable[[], nn.Module], mesh: DeviceMesh | None) -> nn.Module | Initial:
+    """A new model: whole in one process, and otherwise with values for later.
+
+    All ranks draw from the random state of the first; theirs goes on from there where it is that.
+    """
+    if mesh is None or mesh.size() == 1:
+        return make()
+    own = torch.get_rng_state()
+    first = from_first(own, mesh)
+    torch.set_rng_state(first)
+    try:
+        with no_fakes_kept():
+            return Initial(make)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(f"the model is built whole on every rank: {text}", stacklevel=3)
+        torch.set_rng_state(first)
+        return make()
+    finally:
+        if not torch.equal(own, first):
+            torch.set_rng_state(own)
 
 
 def _class_of(config: Any) -> Any:

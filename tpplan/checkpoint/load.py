@@ -84,7 +84,7 @@ def _prepared(
     """``_matched``, and then memory for what is on the meta device, buffers with their values."""
     computed, lost = recomputed(model)
     places = _matched(model, stored, path, lost)
-    _materialize(model)
+    materialize(model)
     for name, value in computed.items():
         model.get_buffer(name).copy_(value)
     return places
@@ -160,7 +160,7 @@ def _kind(dtype: torch.dtype) -> object:
     return "floating" if dtype.is_floating_point else dtype
 
 
-def _materialize(model: nn.Module) -> None:
+def materialize(model: nn.Module) -> None:
     """Memory for what is on the meta device; all else is left as it is."""
     tensors = [*model.parameters(), *model.buffers()]
     if not any(t.is_meta for t in tensors):

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,6 +42,7 @@ from tpplan.proof.miniature import miniature, on_rank, unsharded
 from tpplan.proof.ranks import mean_over_ep, places_of, simulated
 from tpplan.proof.step import Result, Scene, step, worst
 from tpplan.rewrite import apply
+from tpplan.rewrite.world import from_first
 from tpplan.styles import named
 from tpplan.styles.replicate import REPLICATE
 
@@ -84,16 +84,15 @@ def prove_once(
     Raises:
         PlanError: the same on every rank.
     """
-    told: list[list[Diagnostic] | None] = [None]
+    told: list[Diagnostic] | None = None
     if not any(mesh.get_coordinate() or ()):
         try:
             prove(model, compiled, inputs)
         except PlanError as error:
-            told = [list(error.diagnostics)]
-    for dim in reversed(range(mesh.ndim)):  # along the first row, from there to all
-        dist.broadcast_object_list(told, group=mesh.get_group(dim), group_src=0)
-    if told[0] is not None:
-        raise PlanError(told[0])
+            told = list(error.diagnostics)
+    told = from_first(told, mesh)
+    if told is not None:
+        raise PlanError(told)
 
 
 def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:

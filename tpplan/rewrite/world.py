@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpplan.comm.meshes import tp_of
+
+T = TypeVar("T")
 
 
 def own_mesh(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh | None, int]:
@@ -35,6 +38,14 @@ def own_mesh(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh | N
     ep = mesh.size(names.index("ep")) if "ep" in own else 1
     mesh = mesh if own == names else mesh[own]
     return mesh, tp_of(mesh, ep), ep
+
+
+def from_first(value: T, mesh: DeviceMesh) -> T:
+    """What the first rank of a mesh has, on all of them."""
+    told: list[T] = [value]
+    for dim in reversed(range(mesh.ndim)):  # along the first row, from there to all
+        dist.broadcast_object_list(told, group=mesh.get_group(dim), group_src=0)
+    return told[0]
 
 
 def world_mesh() -> DeviceMesh | None:

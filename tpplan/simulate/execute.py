@@ -118,14 +118,18 @@ def execute(
                 result.backward(torch.ones_like(result))
             del out, result
         tracker.gradients(shadow)
-        held: Mapping[str, int] = {}
         if like is not None:
             return Execution((*tracker.steps(), *like.stepping), like.optimizer)
-        if training.optimizer is not None:
-            with tracker.during("optimizer"):
-                how = (training.optimizer, training.max_norm, training.master_weights)
-                held = take_step(shadow, *how)
+        held = _stepped(shadow, training, tracker)
     return Execution(tracker.steps(), held)
+
+
+def _stepped(model: nn.Module, training: Training, tracker: Tracker) -> Mapping[str, int]:
+    """The optimizer's step; its bytes for each parameter."""
+    if training.optimizer is None:
+        return {}
+    with tracker.during("optimizer"):
+        return take_step(model, training.optimizer, training.max_norm, training.master_weights)
 
 
 def _dimensions(mesh: DeviceMesh, compiled: CompiledPlan) -> dict[str, str]:
