@@ -111,7 +111,7 @@ def dtensor_spec(
     It costs 10 µs, so callers keep it.
     """
     if stride is None:
-        strides = [1]
+        strides = [1] * bool(len(shape))
         for size in reversed(shape[1:]):
             strides.append(strides[-1] * larger(size, 1))
         stride = strides[::-1]

@@ -10,7 +10,8 @@ run: with that, and the weights cut alike, the sum over the ranks is the whole m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -307,14 +308,29 @@ class _Replay:
     def _multihead(self, path: str) -> Callable[..., Any]:
         """torch's own attention: whole in, whole out, by the rewriter's own code."""
 
-        def forward(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        asked = inspect.signature(nn.MultiheadAttention.forward)
+
+        def answer(given: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
             if self.rank is None:
-                made = torch.randn(query.shape, generator=self.generator)
-                self.events.append(Event(path, query.clone(), made))
-                return self.events[-1].made.clone(), None
-            event = self._next(path)
-            compare(path, event.given, query, "its input is not the whole model's")
-            return event.made.clone(), None
+                made = torch.randn(shape, generator=self.generator)
+                self.events.append(Event(path, given.clone(), made))
+            else:
+                event = self._next(path)
+                compare(path, event.given, given, "its input is not the whole model's")
+                made = event.made
+            return made.clone()
+
+        def forward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+            module = self.model.get_submodule(path)
+            call = asked.bind(module, *args, **kwargs)
+            call.apply_defaults()
+            query, key = call.arguments["query"], call.arguments["key"]
+            out = answer(query, query.shape)
+            if not call.arguments["need_weights"]:
+                return out, None
+            rows = 1 if query.dim() == 3 and module.batch_first else 0
+            batch = (query.shape[1 - rows],) if query.dim() == 3 else ()
+            return out, answer(key, (*batch, query.shape[rows], key.shape[rows])).softmax(-1)
 
         return forward
 

@@ -65,7 +65,8 @@ class Attention(Style):
         module = sizes.model.get_submodule(path)
         if not self.is_region(module) or sizes.tp == 1:
             return
-        if module._parameters.get("in_proj_weight") is not None and not sizes.complaints.wrong:
+        packed = any(module._parameters.get(leaf) is not None for leaf in _PACKED)
+        if packed and not sizes.complaints.wrong:
             width, heads = int(module.embed_dim), int(module.num_heads)  # type: ignore[arg-type]
             parts = [Part(name, width, heads) for name in ("q", "k", "v")]
             sizes.layouts[path] = rows_of(parts, 1, sizes.tp)
