@@ -38,10 +38,13 @@ WHY = """Why some are worse:
 - blt: a row of before regions were searched by what their numbers hang on.
 - diffllama: right at tp 2. At tp 4 its code needs another value of an attribute, which the shipped
   plan changes; with two ranks it need not be changed, and with more none are tried.
-- cpmant: the shipped plan shards 6 % more; not looked into.
-- deepseek_v4: attention is whole in both. Under TP+SP there are four collectives more than with the
-  shipped plan; which ones was not looked into.
-- gemma3n, git: more of the stream is whole, or gathered twice; not looked into.
+- deepseek_v4: attention is whole in both. The module before the head has modules inside, which are
+  taken one by one; its own code then acts on the stream outside of the layers, which under TP+SP
+  costs four collectives. The shipped plan runs all of it on rows.
+- gemma3n: some layers cut off by the mean and deviation of a whole width, and the search has one
+  rule for all layers of a make; the shipped plan tells them apart by their numbers.
+- git: what is chosen is the plan for TP, where both cost the same. Under TP+SP its norms before
+  patches and tokens are put together are on rows, and gathered; the shipped plan has them whole.
 - not ready: the machine was shared with several other programs when these were run."""
 
 

@@ -134,6 +134,52 @@ def test_decoder() -> None:
     assert result.counts["forward"]["all_reduce"] == 6
 
 
+class Attending(nn.Module):
+    """Attention to a memory of another width; gives its weights too."""
+
+    def __init__(self, width: int | None, first: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        sizes = {"kdim": width, "vdim": width}
+        self.attend = nn.MultiheadAttention(WIDTH, HEADS, batch_first=first, **sizes)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, padding: torch.Tensor) -> Any:
+        y, weights = self.attend(self.norm(x), memory, memory, key_padding_mask=padding)
+        return x + y, weights
+
+
+class Reader(nn.Module):
+    """Gives out where its layers looked."""
+
+    def __init__(self, width: int | None, first: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attending(width, first) for _ in range(2))
+        randomize(self, 5)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor, padding: torch.Tensor) -> Any:
+        read = []
+        for layer in self.layers:
+            x, weights = layer(x, memory, padding)
+            read.append(weights)
+        return x, torch.stack(read)
+
+
+@pytest.mark.parametrize("width", [None, 24])
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_that_the_model_uses(width: int | None, first: bool) -> None:
+    def make() -> nn.Module:
+        return Reader(width, first)
+
+    memory, padding = torch.randn(2, 7, width or WIDTH), torch.zeros(2, 7, dtype=torch.bool)
+    padding[1, 5:] = True
+    x = torch.randn(2, 13, WIDTH)
+    if not first:
+        x, memory = x.transpose(0, 1).contiguous(), memory.transpose(0, 1).contiguous()
+    rules = {"layers.*.norm": "sequence_parallel", "layers.*.attend": "attention"}
+    written = {"tpplan": 1, "sequence_parallel": False, "rules": rules}
+    tpplan.verify(make, written, 4, inputs=(x, memory, padding))
+
+
 def test_attention_weights() -> None:
     class Alone(nn.Module):
         def __init__(self) -> None:

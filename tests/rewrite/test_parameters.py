@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize, prune
 
+import tpplan
 from tests.compare import (
     Errors,
     Findings,
@@ -332,7 +334,46 @@ def fsdp_job(mesh: DeviceMesh, sp: bool) -> Errors:
     return found.errors
 
 
+class Scaled(nn.Module):
+    """A parameter of no dimensions, as a temperature is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.scale = nn.Parameter(torch.rand(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu()) * self.scale.exp()
+
+
+SCALED = {"tpplan": 1, "rules": {"up": "colwise", "down": "rowwise", "scale": "replicate"}}
+
+
+def no_dimensions_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Full state dicts with a parameter of no dimensions, by torch's ways."""
+    generator = torch.Generator().manual_seed(1)
+    found, x = Findings(), torch.randn(2, 6, 8, generator=generator, dtype=torch.float64)
+    reference = Scaled().double()
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.copy_(torch.rand(p.shape, generator=generator, dtype=p.dtype))
+    for way in ("load_state_dict", "set_model_state_dict"):
+        model = tpplan.parallelize(Scaled().double(), SCALED, mesh, False, inputs=x)
+        if way == "load_state_dict":
+            model.load_state_dict(reference.state_dict())
+        else:
+            options = StateDictOptions(full_state_dict=True)
+            set_model_state_dict(model, reference.state_dict(), options=options)
+        found.add(f"{way}, values", compare_parameters(reference, model))
+        for m in (reference, model):
+            m.zero_grad()
+            m(x).pow(2).sum().backward()
+        found.add(f"{way}, gradients", compare_gradients(reference, model))
+    return found.errors
+
+
 JOBS = {
+    "no dimensions": no_dimensions_job,
     "in place of a parameter": in_place_job,
     "computed parameters": computed_job,
     "changed before the backward": versions_job,
