@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.load``: a Llama in bfloat16 is written to a folder, and read by gloo ranks.
 Beside tpplan, on the same files: transformers' own loader with its ``tp_plan``, and the whole model
-on every rank (which maps the files, and reads what is used when it is).
+on every rank (which maps the files, and reads what is used when it is). A new model of the config,
+in float32, has no files; one whole tensor at a time is made for it.
 Memory is what the process has at most while it loads, above what it had before;
 both in shares of what a rank has to hold. The files are read once before, so that all of them find
 them in memory.
@@ -66,6 +67,13 @@ def by_tpplan(folder: str) -> tuple[Any, int]:
     return model, load_checkpoint(model, folder).bytes_read
 
 
+def new(folder: str) -> tuple[Any, int]:
+    """No files: a new model of the config, its values a tensor at a time."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return tpplan.from_pretrained(config, "llama.yaml", mesh, prove=False), 0
+
+
 def by_transformers(folder: str) -> tuple[Any, int]:
     """With the tensor parallelism of transformers."""
     kind = transformers.AutoModelForCausalLM
@@ -79,6 +87,7 @@ def whole(folder: str) -> tuple[Any, int]:
 
 WAYS: Mapping[str, Callable[[str], tuple[Any, int]]] = {
     "tpplan": by_tpplan,
+    "tpplan, a new model": new,
     "transformers, tp_plan": by_transformers,
     "transformers, whole": whole,
 }
@@ -106,7 +115,9 @@ def measured(way: str, folder: str) -> dict[str, float]:
     held = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     own = sum(local.nbytes for t in held for _, local in chunks_of(t))
     slices = max(local.nbytes for t in held for _, local in chunks_of(t))
+    tensor = max(t.numel() * t.element_size() for t in held)
     found = {"own": own, "read": read, "peak": peak, "seconds": seconds, "slice": slices}
+    found["tensor"] = tensor
     if way == "tpplan":
         with tempfile.TemporaryDirectory(dir=Path(folder).parent) as other:
             told = [other]
@@ -135,7 +146,7 @@ def main() -> int:
         files = sum(f.stat().st_size for f in Path(folder, "model").glob("*.safetensors"))
         print(f"{config.num_hidden_layers} layers, {files / 1e9:.2f} GB, tp {options.tp}")
         for way in WAYS:
-            if options.without_tpplan and way == "tpplan":
+            if options.without_tpplan and way.startswith("tpplan"):
                 continue
             try:
                 found = on_ranks(measured, options.tp, way, f"{folder}/model")
@@ -144,13 +155,17 @@ def main() -> int:
                 continue
             figures[way] = {"files": files, **found}
             own = found["own"]
-            line = f"{way}: a rank holds {own / files:.0%} of the files; "
+            line = f"{way}: a rank holds {own / 1e9:.2f} GB, {own / files:.0%} of the files; "
             line += f"at most {found['peak'] / own:.2f} of that in memory; {found['seconds']:.1f} s"
             if way == "tpplan":
                 line += f"; {found['read'] / own:.3f} read of what it holds"
                 line += f"; saved in {found['save']:.1f} s"
                 spare = (found["peak"] - found["slice"]) / own
-                missed = found["read"] > BYTES * own or spare > MEMORY
+                missed |= found["read"] > BYTES * own or spare > MEMORY
+            elif way == "tpplan, a new model":
+                spare = (found["peak"] - found["tensor"]) / own
+                line += f", {spare:.2f} beside its largest tensor"
+                missed |= spare > MEMORY
             print(line)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")

@@ -133,9 +133,23 @@ class Sharing(nn.Module):
         self.part = nn.Parameter(self.both.data[:3])
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"), [(Counting, "nonzero"), (Listing, "a list"), (Sharing, "the same memory")]
-)
+class Elsewhere(nn.Module):
+    """On another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+
+REFUSED = {
+    Counting: "nonzero",
+    Listing: "a list",
+    Sharing: "the same memory",
+    Elsewhere: "on the CPU",
+}
+
+
+@pytest.mark.parametrize(("kind", "why"), REFUSED.items())
 def test_refused(kind: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(Exception, match=why):
         Initial(kind)

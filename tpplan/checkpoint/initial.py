@@ -76,7 +76,9 @@ class _Op:
     @property
     def is_over(self) -> bool:
         """Whether nothing is left of what was in the memory that it changes."""
-        return self.func.overloadpacket in _OVER and self.args[0].is_all
+        if self.func.overloadpacket not in _OVER:
+            return False
+        return isinstance(self.args[0], _Fake) and self.args[0].is_all
 
 
 class _Record(TorchDispatchMode):
@@ -181,6 +183,8 @@ class Initial:
         tensors = {id(t): t for t in named.values()}
         if not all(map(is_fake, tensors.values())):
             raise ValueError("it holds tensors that torch's functions did not make")
+        if any(t.device.type != "cpu" for t in tensors.values()):
+            raise ValueError("it is not built on the CPU")
         if len(set(map(memory_of, tensors.values()))) < len(tensors):
             raise ValueError("it holds two tensors on the same memory")
         self._fakes = {name: _told(tensor) for name, tensor in named.items()}
