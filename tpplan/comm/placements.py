@@ -5,8 +5,6 @@ Its mesh may have further dimensions, FSDP2's: they cut what a tensor-parallel r
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -16,7 +14,6 @@ from tpplan.compat import DTensorSpec, StridedShard
 from tpplan.layout import Rows
 
 Placed = DTensor | DTensorSpec
-_shard = functools.cache(Shard)
 
 
 def tp_dim(mesh: DeviceMesh) -> int:
@@ -57,7 +54,8 @@ def is_whole(t: Placed) -> bool:
 
 def is_cut(t: Placed, dim: int) -> bool:
     """Whether the tensor-parallel ranks hold equal parts along ``dim``."""
-    return along_tp(t) == _shard(dim)
+    kind = along_tp(t)
+    return type(kind) is Shard and kind.dim == dim  # asked for every layer
 
 
 def dim_of(t: Placed) -> int:
