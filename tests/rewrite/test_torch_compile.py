@@ -33,9 +33,16 @@ def compiled(mesh: DeviceMesh, sequence_parallel: bool, warm: bool) -> Errors:
     return step(reference, model, run)
 
 
-@pytest.mark.turns(8)
-@pytest.mark.parametrize("warm", [False, True], ids=["first call", "after an eager call"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "warm"),
+    [
+        # every day: one line that TorchDynamo cannot trace breaks all of them
+        pytest.param(True, False, id="TP+SP-first call", marks=pytest.mark.turns(1)),
+        pytest.param(True, True, id="TP+SP-after an eager call", marks=pytest.mark.turns(8)),
+        pytest.param(False, False, id="TP-first call", marks=pytest.mark.turns(8)),
+        pytest.param(False, True, id="TP-after an eager call", marks=pytest.mark.turns(8)),
+    ],
+)
 def test_fullgraph(ranks: Ranks, sequence_parallel: bool, warm: bool) -> None:
     assert beyond(ranks.run(2, compiled, sequence_parallel, warm)) == {}
 
