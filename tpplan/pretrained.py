@@ -17,7 +17,7 @@ from tpplan.checkpoint import load_checkpoint
 from tpplan.checkpoint.initial import Initial
 from tpplan.models import build
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.rewrite.world import from_first, own_mesh
+from tpplan.rewrite.world import broadcast, own_mesh
 from tpplan.shipped import PlanSource
 
 
@@ -72,7 +72,7 @@ def _made(make: Callable[[], nn.Module], mesh: DeviceMesh | None) -> nn.Module |
     if mesh is None or mesh.size() == 1:
         return make()
     own = torch.get_rng_state()
-    first = from_first(own, mesh)
+    first = broadcast(own, mesh)
     torch.set_rng_state(first)
     try:
         with no_fakes_kept():

@@ -29,19 +29,18 @@ _OVER = (_aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_)
 
 @dataclass(frozen=True)
 class _Fake:
-    """A fake tensor as it was when it was used: its memory may be another one later."""
+    """A fake tensor as it was when it was used: its memory may be another one later.
 
+    Attributes:
+        key: the same for all that are on its ``memory``, which is kept that it stays so.
+    """
+
+    key: int
     memory: torch.UntypedStorage
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def key(self) -> int:
-        """The same for all that are on its memory."""
-        key: int = self.memory._cdata
-        return key
 
     @property
     def is_all(self) -> bool:
@@ -127,7 +126,8 @@ class _Record(TorchDispatchMode):
                 if op.state is not None:
                     _generator(kwargs).set_state(op.state)
                 out = op.func(*args, **kwargs)
-                theirs = {memory_of(t) for t in tree_leaves([args, kwargs]) if _is_tensor(t)}
+                tensors = (t for t in tree_leaves([args, kwargs]) if isinstance(t, torch.Tensor))
+                theirs = set(map(memory_of, tensors))
                 for told, own in zip(tree_leaves(op.out), tree_leaves(out), strict=True):
                     if isinstance(told, _Fake) and told.key in op.makes - made.keys():
                         if memory_of(own) in theirs or own.stride() != told.stride:
@@ -196,12 +196,12 @@ class Initial:
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
             for table in tables:
                 for name, value in table.items():
-                    if isinstance(value, torch.Tensor) and is_fake(value):
+                    if is_fake(value):
                         other = others.get(id(value))
                         with self._record.undisturbed():
                             new = self._record.again(_told(value)) if other is None else other
                         table[name] = new
-            if any(isinstance(t, torch.Tensor) and is_fake(t) for t in tree_leaves(vars(module))):
+            if any(map(is_fake, tree_leaves(vars(module)))):
                 raise ValueError(f"a {type(module).__name__} holds tensors in a list or a mapping")
 
     @torch.no_grad()
@@ -228,12 +228,8 @@ def _told(tensor: torch.Tensor) -> Any:
     """What is kept of a tensor: of a real one, itself."""
     if not is_fake(tensor):
         return tensor
-    offset = int(tensor.storage_offset())
-    return _Fake(tensor.untyped_storage(), offset, tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+    memory = memory_of(tensor), tensor.untyped_storage(), int(tensor.storage_offset())
+    return _Fake(*memory, tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _keys(values: Any) -> frozenset[int]:

@@ -62,7 +62,7 @@ from tpplan.compat.tensors import mesh_of as mesh_of
 from tpplan.compat.tensors import shards_of as shards_of
 from tpplan.compat.tensors import spec_of as spec_of
 from tpplan.compat.tensors import unflattened as unflattened
+from tpplan.compat.threads import one_thread as one_thread
 from tpplan.compat.worlds import fake_world as fake_world
 from tpplan.compat.worlds import mesh_of_all as mesh_of_all
-from tpplan.compat.worlds import one_thread as one_thread
 from tpplan.compat.worlds import simulate as simulate

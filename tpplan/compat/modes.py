@@ -57,9 +57,9 @@ def constant_in_graphs(function: _Function) -> _Function:
     return function
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is fake, or a DTensor or another wrapper of fakes."""
-    return fake_tensor.is_fake(tensor)
+def is_fake(value: object) -> bool:
+    """Whether it is a tensor that is fake, or a DTensor or another wrapper of fakes."""
+    return fake_tensor.is_fake(value)
 
 
 def tracer(sharded: bool) -> str | None:

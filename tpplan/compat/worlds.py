@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpplan.compat.replaced import there
+from tpplan.compat.threads import one_thread
 
 # seconds for which all ranks wait, and nothing is computed, until they are taken to be stuck
 _STUCK = 4.0
@@ -78,21 +79,6 @@ def mesh_of_all(tp: int, ep: int, prefix: str = "") -> DeviceMesh:
     sizes = {"ep": ep, "tp": tp} if tp > 1 and ep > 1 else {"ep": ep} if ep > 1 else {"tp": tp}
     names = tuple(f"{prefix} {name}".strip() for name in sizes)
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=names)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Within it, an op computes on the thread that calls it.
-
-    What is proved on is small. OpenMP's threads wait for each other without giving way: ranks that
-    are threads, or other processes, on the same cores make that ten times as long, and more.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @one_thread()

@@ -42,7 +42,7 @@ from tpplan.proof.miniature import miniature, on_rank, unsharded
 from tpplan.proof.ranks import mean_over_ep, places_of, simulated
 from tpplan.proof.step import Result, Scene, step, worst
 from tpplan.rewrite import apply
-from tpplan.rewrite.world import from_first
+from tpplan.rewrite.world import broadcast
 from tpplan.styles import named
 from tpplan.styles.replicate import REPLICATE
 
@@ -90,7 +90,7 @@ def prove_once(
             prove(model, compiled, inputs)
         except PlanError as error:
             told = list(error.diagnostics)
-    told = from_first(told, mesh)
+    told = broadcast(told, mesh)
     if told is not None:
         raise PlanError(told)
 

@@ -40,7 +40,7 @@ def own_mesh(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh | N
     return mesh, tp_of(mesh, ep), ep
 
 
-def from_first(value: T, mesh: DeviceMesh) -> T:
+def broadcast(value: T, mesh: DeviceMesh) -> T:
     """What the first rank of a mesh has, on all of them."""
     told: list[T] = [value]
     for dim in reversed(range(mesh.ndim)):  # along the first row, from there to all
