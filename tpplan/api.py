@@ -18,7 +18,6 @@ from tpplan.kernels.launch import interpreted
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.language.styles import CHUNKED, SYMMETRIC, WAITING
 from tpplan.planner import compile_plan
-from tpplan.planner.adapters import adapted_model
 from tpplan.planner.kernels import implementations
 from tpplan.planner.match import fold
 from tpplan.proof import Verification
@@ -28,6 +27,7 @@ from tpplan.rewrite.rehearse import rehearse
 from tpplan.rewrite.world import own_mesh
 from tpplan.shipped import PlanSource, load_plan
 from tpplan.trainers import introduce, introduce_experts
+from tpplan.wrapping import adapted_model
 
 if TYPE_CHECKING:
     from tpplan.comm.pace import Pace

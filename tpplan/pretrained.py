@@ -11,14 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.api import parallelize
 from tpplan.checkpoint import load_checkpoint
 from tpplan.checkpoint.initial import Initial
-from tpplan.models import build
+from tpplan.models import ModelError, build
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.rewrite.world import broadcast, own_mesh
 from tpplan.shipped import PlanSource
+from tpplan.wrapping import adapted_model
+
+_META = torch.device("meta")
 
 
 def from_pretrained(
@@ -28,6 +32,7 @@ def from_pretrained(
     sequence_parallel: bool | None = None,
     kernels: str | Mapping[str, str] | None = None,
     *,
+    adapt: Callable[[nn.Module], nn.Module] | None = None,
     inputs: Any = None,
     prove: bool = True,
 ) -> nn.Module:
@@ -42,26 +47,48 @@ def from_pretrained(
 
     Args:
         plan, mesh, sequence_parallel, kernels, inputs, prove: as for ``parallelize``.
+        adapt: is given the model before it is sharded, while it is on the meta device, and returns
+            what is to be: with peft's adapters, say, whose numbers are the first rank's.
 
     Raises:
-        ModelError: where there is no model of transformers.
+        ModelError: where there is no model of transformers, or ``adapt`` returns none.
         PlanError: where the plan does not fit it.
         CheckpointError: where the files do not.
     """
     how = (plan, mesh, sequence_parallel, kernels)
     if not isinstance(path_or_config, str | Path):
         own, _, _ = own_mesh(mesh)
-        made = _made(functools.partial(_class_of(path_or_config), path_or_config), own)
+        make = functools.partial(_class_of(path_or_config), path_or_config)
+        made = _made(lambda: _adapted(make(), adapt), own)
         model = made.model if isinstance(made, Initial) else made
         parallelize(model, *how, inputs=inputs, prove=prove)
         if isinstance(made, Initial):
             made.fill()
         return model.eval()
-    model = build(str(path_or_config))
+    model = _adapted(build(str(path_or_config)), adapt)
     parallelize(model, *how, inputs=inputs, prove=prove)
     load_checkpoint(model, path_or_config)
-    _read_generation(model, Path(path_or_config))
+    _read_generation(adapted_model(model), Path(path_or_config))
     return model.eval()
+
+
+class _KeepsNumbers(TorchDispatchMode):
+    """What has numbers is not moved to the meta device, as peft does with what it adds there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        moved = func is torch.ops.aten._to_copy.default and kwargs.get("device") == _META
+        return func(*args, **{**kwargs, "device": args[0].device} if moved else kwargs)
+
+
+def _adapted(model: nn.Module, adapt: Callable[[nn.Module], nn.Module] | None) -> nn.Module:
+    if adapt is None:
+        return model
+    with _KeepsNumbers():
+        adapted: Any = adapt(model)
+    if not isinstance(adapted, nn.Module):
+        raise ModelError(f"adapt returned a {type(adapted).__name__}, not an nn.Module")
+    return adapted
 
 
 def _made(make: Callable[[], nn.Module], mesh: DeviceMesh | None) -> nn.Module | Initial:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,13 @@ from tpplan.checkpoint.files import CheckpointError, stored_in
 from tpplan.checkpoint.merged import Merged, as_the_model_has_them
 from tpplan.checkpoint.parts import chunks_of
 from tpplan.progress import Progress
+from tpplan.wrapping import adapted_model, wrapping_of
 
 _SHOWN = 20
+_UNMADE = (
+    "no values: {} is an adapter's, on the meta device, and in no checkpoint of the model that was "
+    "adapted: add the adapters in tpplan.from_pretrained(path, adapt=...)"
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,9 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> Loaded:
 
     Of a model that ``parallelize`` sharded each rank reads the byte ranges of its own part, and
     holds no more than one tensor's part besides. What is on the meta device gets memory first,
-    after everything was checked; floating numbers are converted to the model's dtype. Nothing is
-    sent: ranks call it alone or together.
+    after everything was checked; floating numbers are converted to the model's dtype. Of a model
+    with peft's adapters it may be the checkpoint of the model that was adapted: the adapters stay
+    as they are. Nothing is sent: ranks call it alone or together.
 
     Raises:
         CheckpointError: with all that is missing, unexpected, or of another shape or kind, and
@@ -52,8 +58,10 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> Loaded:
     path = Path(path)
     if is_distributed(path):
         return _load_distributed(model, path)
-    stored = as_the_model_has_them(model, stored_in(path))
-    places = _prepared(model, stored, path)
+    files = stored_in(path)
+    called = _called(model, files)
+    stored = as_the_model_has_them(adapted_model(model), called.values(), files)
+    places = _prepared(model, stored, path, called)
     wanted = model.state_dict(keep_vars=True)
     bytes_read = 0
     with _progress(f"reading {path}") as progress:
@@ -67,7 +75,8 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> Loaded:
 
 def _load_distributed(model: nn.Module, path: Path) -> Loaded:
     kept = kept_in(path, model.state_dict())
-    places = _prepared(model, kept, path)
+    wanted = model.state_dict()
+    places = _prepared(model, kept, path, {name: name for name in wanted})
     wanted = model.state_dict()
     fill(path, {kept[source].key: wanted[names[0]] for names, source in places.items()})
     held = (
@@ -78,12 +87,28 @@ def _load_distributed(model: nn.Module, path: Path) -> Loaded:
     return Loaded(sum(held), len(places))
 
 
+def _called(model: nn.Module, files: Container[str]) -> dict[str, str]:
+    """The names of a model's tensors -> those that the model has for them whose files these are.
+
+    That is the model itself, or the one that peft adapted, which has none for what peft added.
+    """
+    names = list(model.state_dict())
+    wrapping = wrapping_of(model)
+    if not wrapping.held or any(name in files for name in names):
+        return {name: name for name in names}
+    before = ((name, wrapping.before(name)) for name in names)
+    return {name: called for name, called in before if called is not None}
+
+
 def _prepared(
-    model: nn.Module, stored: Mapping[str, Merged | Kept], path: Path
+    model: nn.Module,
+    stored: Mapping[str, Merged | Kept],
+    path: Path,
+    called: Mapping[str, str],
 ) -> dict[tuple[str, ...], str]:
     """``_matched``, and then memory for what is on the meta device, buffers with their values."""
     computed, lost = recomputed(model)
-    places = _matched(model, stored, path, lost)
+    places = _matched(model, stored, path, lost, called)
     materialize(model)
     for name, value in computed.items():
         model.get_buffer(name).copy_(value)
@@ -95,11 +120,13 @@ def _matched(
     stored: Mapping[str, Merged | Kept],
     path: Path,
     lost: Iterable[str],
+    called: Mapping[str, str],
 ) -> dict[tuple[str, ...], str]:
     """The names that each tensor of the model has -> the one that it is stored under.
 
     Args:
         lost: buffers that nobody has values for.
+        called: what ``_called`` says; what it does not name keeps the values that it has.
     """
     tied: dict[int, tuple[str, ...]] = {}
     wanted: dict[str, torch.Tensor] = {}
@@ -107,13 +134,17 @@ def _matched(
         if isinstance(tensor, torch.Tensor):
             tied[id(tensor)] = (*tied.get(id(tensor), ()), name)
             wanted[name] = tensor
-    prefix = _prefix(model, wanted, stored)
+    prefix = _prefix(adapted_model(model), called.values(), stored)
     places, problems, used = {}, [], set()
     for names in tied.values():
-        source = next((s for n in names if (s := prefix(n)) in stored), None)
-        used |= {prefix(name) for name in names}
+        sought = [prefix(called[name]) for name in names if name in called]
+        source = next((name for name in sought if name in stored), None)
+        used.update(sought)
         tensor = wanted[names[0]]
-        if source is None:
+        if not sought:
+            if tensor.is_meta:
+                problems.append(_UNMADE.format(names[0]))
+        elif source is None:
             problems.append(f"missing: {names[0]} {tuple(tensor.shape)}")
         elif stored[source].shape != tuple(tensor.shape):
             shapes = f"{stored[source].shape}, the model's is {tuple(tensor.shape)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,14 +75,16 @@ def whole(stored: Stored) -> Merged:
     return Merged(stored.dtype, stored.shape, (Piece((0,) * len(stored.shape), stored, False),))
 
 
-def as_the_model_has_them(model: nn.Module, stored: Mapping[str, Stored]) -> Mapping[str, Merged]:
+def as_the_model_has_them(
+    model: nn.Module, names: Iterable[str], stored: Mapping[str, Stored]
+) -> Mapping[str, Merged]:
     """Stored tensors under the names of the model, those that it has in one put together.
 
     What transformers does otherwise, with other operations, is left as it is stored.
     """
     mapping: Any = sys.modules.get(_MAPPING)
     loading: Any = sys.modules.get(_LOADING)
-    held = model.state_dict()
+    held = dict.fromkeys(names, True)
     alone = {name: whole(tensor) for name, tensor in stored.items()}
     if mapping is None or loading is None or not hasattr(model, "base_model_prefix"):
         return alone

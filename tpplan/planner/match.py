@@ -9,8 +9,9 @@ from torch import nn
 
 from tpplan.language import Diagnostic, FrozenMap, Plan, Position, Rule, nearest
 from tpplan.language.styles import WHOLE
-from tpplan.planner.adapters import Wrapping, factor_rules, wrapping_of
+from tpplan.planner.adapters import factor_rules
 from tpplan.styles import named
+from tpplan.wrapping import Wrapping, wrapping_of
 
 
 @dataclass(frozen=True)
