@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.compare import Errors, Findings, beyond, same
 from tests.ranks import Ranks
 from tests.rewrite.rows import CASES, built, canonical, sharded
 from tpplan.checkpoint import CheckpointError
+from tpplan.checkpoint.distributed import _Contents
 
 CONTENTS = ".metadata"
 
@@ -80,6 +82,12 @@ def test_another_model(folder: Path) -> None:
     for part in ("another shape: 0.weight", "missing: 2.bias", "unexpected: 1.weight"):
         assert part in said
     assert all(torch.equal(t, before[name]) for name, t in other.state_dict().items())
+
+
+def test_written_by_python_3_13() -> None:
+    """There a path is of a module that other versions do not have."""
+    written = b"cpathlib._local\nPosixPath\n(Vsome/folder\ntR."
+    assert _Contents(io.BytesIO(written)).load() == Path("some/folder")
 
 
 def truncated(folder: Path) -> str:

@@ -24,6 +24,8 @@ _MADE_OF = {
     "torch.serialization": {"_get_layout"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
 }
+# of Python 3.13 only, which others read too
+_CALLED = {"pathlib._local": "pathlib"}
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def fill(path: Path, into: Mapping[str, torch.Tensor]) -> None:
 
 class _Contents(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = _CALLED.get(module, module)
         known = _MADE_OF.get(module, set())
         plain = module == "torch" and isinstance(
             getattr(torch, name, None), torch.dtype | torch.layout | torch.memory_format
