@@ -30,7 +30,7 @@ CASES = 400
 """After so many the ranks are started afresh, for what PyTorch keeps of every class."""
 
 
-def _serve(rank: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, store: str, pipe: Connection, patience: float) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
     silence = os.open(os.devnull, os.O_WRONLY)
@@ -43,7 +43,7 @@ def _serve(rank: int, store: str, pipe: Connection) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=WORLD,
-        timeout=datetime.timedelta(seconds=PATIENCE),
+        timeout=datetime.timedelta(seconds=patience),
     )
     meshes = {tp: DeviceMesh("cpu", list(range(tp)), mesh_dim_names=("tp",)) for tp in SIZES}
     while True:
@@ -79,7 +79,8 @@ class Pool:
         self._cases = 0
         for rank in range(WORLD):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            how = rank, store, theirs, self._patience
+            process = context.Process(target=_serve, args=how, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ import tpplan
 from benchmarks.random_models import edits, recipe
 from benchmarks.random_models.edits import Edit
 from benchmarks.random_models.judge import REFUSED, RIGHT, Verdict, cause
-from benchmarks.random_models.pool import Pool
+from benchmarks.random_models.pool import PATIENCE, Pool
 from benchmarks.random_models.recipe import Recipe
 
 MODES = {False: "TP", True: "TP+SP"}
@@ -93,10 +94,13 @@ def edit_of(seed: int, j: int, r: Recipe) -> Job:
 
 
 def run(job: Job, pool: Pool, share: float = 1.0) -> Outcome:
-    """Judge one job."""
+    """Judge one job; what hangs a second time, on processes that have more time for it, hangs."""
     start = time.monotonic()
-    apart = job.apart(share)
-    verdict = pool.verdict(job.edit.of(job.recipe), job.tp, job.sequence_parallel, apart)
+    how = job.edit.of(job.recipe), job.tp, job.sequence_parallel, job.apart(share)
+    verdict = pool.verdict(*how)
+    if verdict.kind == "hang":  # or other work took the processors
+        with contextlib.closing(Pool(patience=10 * PATIENCE)) as patient:
+            verdict = patient.verdict(*how)
     mode = MODES[job.sequence_parallel]
     return Outcome(job.key, job.what, mode, job.tp, verdict, time.monotonic() - start)
 
