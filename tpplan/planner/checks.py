@@ -229,8 +229,14 @@ def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> N
         message = "sharded activations leave it: no row-parallel layer reduces them"
         hint = f"end each sharded region with a {ROWWISE.name} layer"
         complaints.about(None, flow.unreduced, message, hint)
-    for path, maker in _once(flow.torn):
+    for path, maker in _once({p: m for p, m in flow.torn.items() if p not in flow.made_of}):
         _mixture(path, maker, "sharded activations", COLWISE, complaints)
+    for path, name in _once({p: n for p, n in flow.made_of.items() if p in flow.torn}):
+        message = f"combines sharded activations with what it makes of {fold([name])}, which is "
+        message += "whole, and whose gradient would be a part"
+        rule = complaints.matches.parameters.get(name)
+        hint = f"give {fold([name])} the style {COLWISE.name}, with 'dim:' where its columns are "
+        complaints.about(rule, [path], message, f"{hint}not along its first dimension")
     inside = {
         path: f"it is inside of {fold([around])}, which runs whole on every rank"
         for path, around in flow.inside.items()

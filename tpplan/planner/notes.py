@@ -57,6 +57,18 @@ class Notes:
         ends = {n: call.path for call in sums for n in call.outputs}
         return next(iter(nearest(self.trace, [number], self.trace.ops.index(op), ends)), "")
 
+    def made_of(self, number: int, op: Op, call: Call) -> str:
+        """The parameter of a module's own that its code multiplied by last, to make a tensor."""
+        pending = {number}
+        for before in reversed(self.trace.ops[call.first_op : self.trace.ops.index(op)]):
+            if pending.isdisjoint(before.outputs):
+                continue
+            for name in sorted(self.weights_of(before.inputs)):
+                if name.rpartition(".")[0] == call.path and before.call == call.index:
+                    return name if not before.pointwise else ""
+            pending.update(before.inputs)
+        return ""
+
     def origin(self, number: int, op: Op) -> str:
         """The module that gave what a tensor was made of, last."""
         index = self.trace.ops.index(op)

@@ -358,6 +358,9 @@ class Walk(Notes):
         self.note_rows(op, around)
         if whole:
             self.flow.torn.setdefault(around[0].path, self.made_by(whole[0], op))
+            name = self.made_of(whole[0], op, around[0])
+            if name:
+                self.flow.made_of.setdefault(around[0].path, name)
 
     def on_stream(self, op: Op, data: list[int], around: list[Call], whole: list[int]) -> None:
         """An op on the stream, outside of any region."""
