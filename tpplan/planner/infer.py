@@ -117,14 +117,7 @@ class _Entries:
         self.entries: dict[tuple[str, int], tuple[tuple[Argument, ...], list[str]]] = {}
 
     def boundaries(self, bare: Mapping[str, BareRegion]) -> dict[str, tuple[Boundary, ...]]:
-        for path, region in bare.items():
-            for number, arguments in region.entering.items():
-                if path in self.adapted:
-                    for call in self.trace.calls:
-                        if call.path == path and number in call.arguments:
-                            self.note(path, *self.climbed(call, number))
-                else:
-                    self.entries[path, number] = arguments, [path]
+        self.enter_bare(bare)
         for call in self.trace.calls:
             if call.path in self.multihead:
                 for number, names in call.arguments.items():
@@ -145,6 +138,17 @@ class _Entries:
             if all(boundary.arguments != other.arguments for other in known):
                 result[path] = (*known, boundary)
         return result
+
+    def enter_bare(self, bare: Mapping[str, BareRegion]) -> None:
+        """What modules multiply by cut parameters of their own enters there, or further out."""
+        for path, region in bare.items():
+            for number, arguments in region.entering.items():
+                if path in self.adapted:
+                    for call in self.trace.calls:
+                        if call.path == path and number in call.arguments:
+                            self.note(path, *self.climbed(call, number))
+                else:
+                    self.entries[path, number] = arguments, [path]
 
     def keep_innermost(self) -> None:
         """A layer that was entered further out in one call than in another would enter twice."""
