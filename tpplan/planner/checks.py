@@ -262,7 +262,9 @@ def _once(makers: Mapping[str, str]) -> Iterable[tuple[str, str]]:
 
 def _check_torn_stream(flow: Flow, off: str, complaints: Complaints) -> None:
     """What an element's rows meet that is whole, and is not for all of them."""
-    for path, maker in _once(flow.torn_stream):
+    # of code that mixes positions nothing more can be told
+    torn = {path: maker for path, maker in flow.torn_stream.items() if path not in flow.along}
+    for path, maker in _once(torn):
         source = f" from {fold([maker])}" if maker else ""
         message = f"combines the sequence-sharded stream with a whole tensor{source}, whose "
         message += "gradient would be a part"
@@ -314,14 +316,17 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
         rule = complaints.matches.modules.get(maker or giving)
         complaints.about(rule, [path], message, _for_mixture(path, maker, giving))
     off = "turn sequence_parallel off"
-    _check_torn_stream(flow, off, complaints)
     along = {
         path: f"'{op}' on the sequence-sharded stream is not known to keep positions apart"
         for path, op in flow.along.items()
     }
     rows, whole = SEQUENCE_PARALLEL.name, f"{{style: {REPLICATE.name}, input: gather}}"
     hint = f"give the module the style {rows} if it does, or {whole} to run it on all positions"
+    own = {path: along.pop(path) for path in flow.inlined if path in along}
+    move = "put this code in a module of the layer, and give that the style "
+    complaints.by_rule(own, f"{move}{whole} to run it on all positions; or {off}")
     complaints.by_rule(along, f"{hint}; or {off}")
+    _check_torn_stream(flow, off, complaints)
     for paths, message in (
         (flow.escaping, "gives out more of the sequence-sharded stream than the stream itself"),
         (

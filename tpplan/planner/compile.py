@@ -22,6 +22,7 @@ from tpplan.observe.twins import DROPOUT, same_randomness
 from tpplan.planner import checks, infer, stacks
 from tpplan.planner.bare import BareRegion, bare_regions
 from tpplan.planner.causes import Causes, led
+from tpplan.planner.closures import led_by_closures
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.experts import block_rules, blocks, escapes, hide
 from tpplan.planner.flow import Flow
@@ -72,8 +73,11 @@ def compile_plan(
         if compiler.complaints.wrong:
             compiler.check_sizes(inputs)
         compiler.complaints.stop_if_any()
-        compiler.examine(inputs)
-        compiler.complaints.stop_if_any()
+        try:
+            compiler.examine(inputs)
+            compiler.complaints.stop_if_any()
+        except PlanError as error:
+            raise led_by_closures(model, error) from error.__cause__
         return compiler.result()
 
 

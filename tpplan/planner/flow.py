@@ -30,6 +30,7 @@ class Flow:
         met: the ops in which the stream of an element meets such tensors, and which.
         twofold: modules that use otherwise what is spread over the rows of the stream.
         along: modules in an element that combine positions of the stream, and the op.
+        inlined: of those, the elements, whose own code does it.
         escaping: elements that give out more than the stream itself.
         whole: boundaries in an element, with the argument, that are given a whole tensor; streamed:
             those that are given the stream.
@@ -56,6 +57,7 @@ class Flow:
     met: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     twofold: list[str] = field(default_factory=list)
     along: dict[str, str] = field(default_factory=dict)
+    inlined: list[str] = field(default_factory=list)
     escaping: list[str] = field(default_factory=list)
     whole: set[tuple[str, str]] = field(default_factory=set)
     streamed: set[tuple[str, str]] = field(default_factory=set)

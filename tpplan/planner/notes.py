@@ -129,6 +129,8 @@ class Notes:
         shape = () if number is None else self.trace.shapes[number][: self.dim + 1]
         if not acts_on_each(op, self.trace, self.stream, shape, self.dim):
             self.flow.along.setdefault(around[0].path, name)
+            if around[0].index == element.index:
+                self.flow.inlined.append(element.path)
 
     def note_rows(self, op: Op, around: list[Call]) -> None:
         """Among tokens without their batch, whose order is a rank's own, each is on its own."""
