@@ -150,6 +150,20 @@ class Detour:
     outputs: tuple[Place, ...]
 
 
+@dataclass(frozen=True)
+class Spread:
+    """What a module in the stack has whole, and what meets a rank's rows of the stream.
+
+    Of its gradient each rank has a part.
+
+    Attributes:
+        arguments: those that it is given; outputs: where, in what it gives, such values are.
+    """
+
+    arguments: tuple[Argument, ...] = ()
+    outputs: tuple[Place, ...] = ()
+
+
 # What random numbers are drawn for: activations of a sharded region (columns, heads), the stream
 # (rows of its own on each rank under sequence parallelism), what every rank holds whole, or
 # several of these, of which some ask for masks that agree and some for masks that do not.
@@ -192,6 +206,7 @@ class ModulePlan:
         heads: how many there are on all ranks.
         partial: whether it is row-parallel and the module around it reduces what it gives.
         detour: of a replicated module that runs on the whole sequence.
+        spread: what it has for all rows of the sequence, under sequence parallelism.
         escaping: where, in what it gives, is what a block of experts has besides its sum: whole on
             every rank, each of which sends the same gradient back into the block.
         summed: of a module that multiplies by its own cut parameters.
@@ -225,6 +240,7 @@ class ModulePlan:
     heads: int = 0
     partial: bool = False
     detour: Detour | None = None
+    spread: Spread | None = None
     escaping: tuple[Place, ...] = ()
     summed: Summed | None = None
     thin: ThinExperts | None = None

@@ -139,6 +139,29 @@ class Mixing(MLPLayer):
         return super().inside(x + self.mixer(x)[0])
 
 
+class Conditioned(MLPLayer):
+    """Scales by what it makes of a vector for each sequence, and gates by the vector itself."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.ada = nn.Linear(WIDTH, WIDTH)
+
+    def inside(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        c = more[0] if more else torch.linspace(-1, 1, WIDTH, dtype=x.dtype).expand(len(x), -1)
+        return super().inside(x * (1 + self.ada(c).tanh()[:, None])) * c[:, None]
+
+
+class Conditions(Stack):
+    """Makes the vectors, and hands them to each layer."""
+
+    def __init__(self) -> None:
+        super().__init__(Conditioned)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, *more: Any) -> Any:
+        return super().forward(x, self.embed(x[:, 0]), *more)
+
+
 class Transposed(MLP):
     """The two projections of an MLP, stored (in, out)."""
 
@@ -498,6 +521,11 @@ BLOCKS: Mapping[str, Block] = {
         lambda: Stack(Mixing),
         {**MLP_RULES, "layers.*.mixer": {"style": "replicate", "input": "gather"}},
         (*MLP_ALONE, f"{FIRST}.mixer"),
+    ),
+    "a condition for all rows": Block(
+        Conditions,
+        {**MLP_RULES, "layers.*.ada": "replicate", "embed": "replicate"},
+        MLP_ALONE,
     ),
     "shared key-value heads": _attention(lambda i: Attention(2 * HEAD)),
     "vocabulary": Block(

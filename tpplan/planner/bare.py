@@ -31,7 +31,7 @@ class BareRegion:
         columns: whether the module gives columns, as a column-parallel layer.
         parts: the tensors that are parts of a sum, in all of its calls.
         block: whether it is a block of experts, whose inputs are whole for all that is inside.
-        rows: row-parallel layers inside of such, of which it takes a part as well.
+        rows: row-parallel layers inside of it, of which it takes a part as well.
     """
 
     entering: Mapping[int, tuple[Argument, ...]]
@@ -63,7 +63,7 @@ def bare_regions(
     owners = {name.rpartition(".")[0] for name in cut}
     owners -= {path for path, style in styles.items() if style.sharded}
     regions: dict[str, BareRegion] = {}
-    columns = _columns(trace, styles) if owners else set[int]()
+    columns = _columns(trace, styles, cut) if owners else set[int]()
     for call in trace.calls:
         if call.path in owners:
             found = _Reader(trace, call, cut, styles, aliases, columns).read()
@@ -72,10 +72,16 @@ def bare_regions(
     return {path: found for path, found in regions.items() if found.entering or found.summed}
 
 
-def _columns(trace: Trace, styles: Mapping[str, Style]) -> set[int]:
+def _columns(trace: Trace, styles: Mapping[str, Style], cut: Mapping[str, Style]) -> set[int]:
     """The tensors of which each rank has columns, by the layers that made these."""
     found: set[int] = set()
+    # parameters that are cut along what a product sums over, and views of them
+    summing = {n for n, name in trace.parameters.items() if name in cut and cut[name].sums}
     for op in trace.ops:
+        if not summing.isdisjoint(op.inputs):
+            if found.isdisjoint(op.inputs):
+                summing.update(op.outputs)
+            continue
         around = (styles.get(call.path) for call in trace.ancestors(op.call))
         style = next((style for style in around if style is not None), NONE)
         if not style.sums and (style.columns or not found.isdisjoint(op.inputs)):
@@ -102,13 +108,22 @@ class _Reader:
         given = call.arguments.keys() & trace.floating
         self.whole = {n: frozenset([n]) for n in given - columns}
         self.columns = {*given} & columns
+        self.given = dict(self.whole), set(self.columns)
         self.parts: set[int] = set()
         self.entering: set[int] = set()
         self.added: set[str] = set()
+        self.sums: dict[int, frozenset[str]] = {}  # what row-parallel layers gave, and these
+        self.rows: frozenset[str] = frozenset()  # those whose sum is added to a part of one
 
     def read(self) -> BareRegion:
         for op in self.trace.ops[self.call.first_op : self.call.last_op]:
             self.step(op)
+        met = frozenset[str]().union(*(self.sums.get(n, frozenset()) for n in self.parts))
+        if met - self.rows:
+            again = _Reader(self.trace, self.call, self.cut, self.styles, self.aliases, set())
+            again.whole, again.columns = self.given
+            again.rows = met
+            return again.read()
         entering = {n: self.call.arguments[n] for n in sorted(self.entering)}
         made = zip(self.call.outputs, self.call.places, strict=True)
         outputs = tuple(place for n, place in made if n in self.parts and place is not None)
@@ -116,7 +131,7 @@ class _Reader:
         names = tuple(sorted({leaf for owner, _, leaf in added if owner == self.call.path}))
         columns = not self.columns.isdisjoint(self.call.outputs)
         summed = Summed(outputs, names) if outputs else None
-        return BareRegion(entering, summed, columns, frozenset(self.parts))
+        return BareRegion(entering, summed, columns, frozenset(self.parts), rows=self.rows)
 
     def step(self, op: Op) -> None:
         names = frozenset[str]().union(*(self.weights.get(n, frozenset()) for n in op.inputs))
@@ -129,7 +144,14 @@ class _Reader:
         cut = [self.cut[name] for name in names & self.cut.keys()]
         if op.pointwise and given.isdisjoint(self.columns | self.parts):
             cut = []  # number by number it cannot make columns of what is whole
+        sums = frozenset[str]().union(*(self.sums.get(n, frozenset()) for n in given))
         if around.sums:
+            sums |= {c.path for c in self.trace.ancestors(op.call) if c.path in self.styles}
+        if sums:
+            self.sums.update(dict.fromkeys(op.outputs, sums))
+        if around.sums and not sums.isdisjoint(self.rows):
+            self.parts.update(op.outputs)
+        elif around.sums:
             self.whole.update(dict.fromkeys(op.outputs, frozenset[int]()))
         elif any(style.sums for style in cut) or not given.isdisjoint(self.parts):
             if op.name.removeprefix("aten.").split(".")[0] in _ADDING:

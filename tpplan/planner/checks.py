@@ -229,11 +229,14 @@ def check_flow(flow: Flow, sequence_parallel: bool, complaints: Complaints) -> N
         message = "sharded activations leave it: no row-parallel layer reduces them"
         hint = f"end each sharded region with a {ROWWISE.name} layer"
         complaints.about(None, flow.unreduced, message, hint)
-    torn: dict[tuple[str, str], tuple[str, str]] = {}
-    for path, maker in flow.torn.items():
-        torn.setdefault((folded(path), folded(maker)), (path, maker))
-    for path, maker in torn.values():
+    for path, maker in _once({p: m for p, m in flow.torn.items() if p not in flow.made_of}):
         _mixture(path, maker, "sharded activations", COLWISE, complaints)
+    for path, name in _once({p: n for p, n in flow.made_of.items() if p in flow.torn}):
+        message = f"combines sharded activations with what it makes of {fold([name])}, which is "
+        message += "whole, and whose gradient would be a part"
+        rule = complaints.matches.parameters.get(name)
+        hint = f"give {fold([name])} the style {COLWISE.name}, with 'dim:' where its columns are "
+        complaints.about(rule, [path], message, f"{hint}not along its first dimension")
     inside = {
         path: f"it is inside of {fold([around])}, which runs whole on every rank"
         for path, around in flow.inside.items()
@@ -247,6 +250,34 @@ def _each(paths: Iterable[str], message: str, complaints: Complaints) -> dict[st
     """What is said of modules, after the style that each has."""
     rules = complaints.matches.modules
     return {path: f"{rules[path].style}: {message}" for path in paths}
+
+
+def _once(makers: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+    """Of what is alike but for numbers, the first."""
+    found: dict[tuple[str, str], tuple[str, str]] = {}
+    for path, maker in makers.items():
+        found.setdefault((folded(path), folded(maker)), (path, maker))
+    return found.values()
+
+
+def _check_torn_stream(flow: Flow, off: str, complaints: Complaints) -> None:
+    """What an element's rows meet that is whole, and is not for all of them."""
+    # of code that mixes positions nothing more can be told
+    torn = {path: maker for path, maker in flow.torn_stream.items() if path not in flow.along}
+    for path, maker in _once(torn):
+        source = f" from {fold([maker])}" if maker else ""
+        message = f"combines the sequence-sharded stream with a whole tensor{source}, whose "
+        message += "gradient would be a part"
+        hint = "if that tensor has rows of the sequence, give the module that makes it the style "
+        hint += f"{SEQUENCE_PARALLEL.name}; if it is one for all of them, make it in a module of "
+        hint += f"the layer with {REPLICATE.name}"
+        if flow.twofold:
+            other = fold(dict.fromkeys(flow.twofold)) or "the model"
+            message += f", and of which {other} makes another use"
+            hint = f"compute it from what the layer is given in a module with {REPLICATE.name} "
+            hint += "inside of the layer, for this use alone"
+        rule = complaints.matches.modules.get(maker)
+        complaints.about(rule, [path], message, f"{hint}; or {off}")
 
 
 def _mixture(path: str, maker: str, what: str, style: Style, complaints: Complaints) -> None:
@@ -284,8 +315,6 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
         giving = flow.giving.get(path, "")
         rule = complaints.matches.modules.get(maker or giving)
         complaints.about(rule, [path], message, _for_mixture(path, maker, giving))
-    for path, maker in flow.torn_stream.items():
-        _mixture(path, maker, "the sequence-sharded stream", SEQUENCE_PARALLEL, complaints)
     off = "turn sequence_parallel off"
     along = {
         path: f"'{op}' on the sequence-sharded stream is not known to keep positions apart"
@@ -293,7 +322,11 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
     }
     rows, whole = SEQUENCE_PARALLEL.name, f"{{style: {REPLICATE.name}, input: gather}}"
     hint = f"give the module the style {rows} if it does, or {whole} to run it on all positions"
+    own = {path: along.pop(path) for path in flow.inlined if path in along}
+    move = "put this code in a module of the layer, and give that the style "
+    complaints.by_rule(own, f"{move}{whole} to run it on all positions; or {off}")
     complaints.by_rule(along, f"{hint}; or {off}")
+    _check_torn_stream(flow, off, complaints)
     for paths, message in (
         (flow.escaping, "gives out more of the sequence-sharded stream than the stream itself"),
         (

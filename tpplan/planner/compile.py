@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from tpplan.compat import FakeTensorMode, NeedsValuesError, one_thread
-from tpplan.compiled import CompiledPlan
+from tpplan.compiled import CompiledPlan, Element, Spread
 from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.fused import fused_modules
@@ -22,8 +22,10 @@ from tpplan.observe.twins import DROPOUT, same_randomness
 from tpplan.planner import checks, infer, stacks
 from tpplan.planner.bare import BareRegion, bare_regions
 from tpplan.planner.causes import Causes, led
+from tpplan.planner.closures import led_by_closures
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.experts import block_rules, blocks, escapes, hide
+from tpplan.planner.flow import Flow
 from tpplan.planner.kernels import implementations
 from tpplan.planner.known import Known
 from tpplan.planner.match import match
@@ -31,6 +33,7 @@ from tpplan.planner.outcome import Outcome
 from tpplan.planner.placing import Placing
 from tpplan.planner.regions import Regions
 from tpplan.planner.sizes import Sizes
+from tpplan.planner.spreads import followed
 from tpplan.planner.stops import WITHOUT_NUMBERS, Stop, kind_of, place_of, stopped_at
 from tpplan.planner.together import reduced_together
 from tpplan.planner.unreached import unreached
@@ -70,8 +73,11 @@ def compile_plan(
         if compiler.complaints.wrong:
             compiler.check_sizes(inputs)
         compiler.complaints.stop_if_any()
-        compiler.examine(inputs)
-        compiler.complaints.stop_if_any()
+        try:
+            compiler.examine(inputs)
+            compiler.complaints.stop_if_any()
+        except PlanError as error:
+            raise led_by_closures(model, error) from error.__cause__
         return compiler.result()
 
 
@@ -201,12 +207,8 @@ class _Compiler(Outcome):
 
     def follow(self, drawing: Trace, drawn: Mapping[str, BareRegion]) -> None:
         """The flow of tensors, in evaluation, and for what draws random numbers in training."""
-        findings = (
-            self.matches.modules,
-            self.sizes.columns,
-            self.multihead,
-            self.boundaries,
-            self.elements,
+        before = self.matches.modules, self.sizes.columns, self.multihead, self.boundaries
+        after = (
             {path for path, finding in self.probed.items() if not finding.mixes},
             self.plan.sequence_dim,
             self.cut_styles().keys() | self.shared_experts(),
@@ -216,8 +218,17 @@ class _Compiler(Outcome):
             message = "code outside of it uses what is made inside of it, but is not given that"
             hint = "let the module return it"
             self.complaints.about(self.block_rules[lost[0]], lost, message, hint)
-        self.flow = Walk(self.trace, *findings, self.bare).run()
-        self.draws = Walk(drawing, *findings, drawn, _dropouts(self.model)).run().draws
+
+        def walk(elements: Mapping[str, Element], found: Mapping[str, Spread]) -> Flow:
+            return Walk(self.trace, *before, elements, *after, self.bare, spreads=found).run()
+
+        if self.sequence_parallel:
+            about = self.trace, self.styles, self.elements, self.plan.sequence_dim
+            self.flow, self.elements, self.spreads = followed(walk, *about)
+        else:
+            self.flow, self.spreads = walk(self.elements, {}), {}
+        findings = *before, self.elements, *after, drawn, _dropouts(self.model), self.spreads
+        self.draws = Walk(drawing, *findings).run().draws
         self.boundaries = {
             path: tuple(
                 replace(b, whole=(path, b.arguments[0].name) in self.flow.whole) for b in found

@@ -26,7 +26,11 @@ class Flow:
             a tensor without them, and its shape.
         torn: modules that combine sharded activations with whole ones that gradients flow
             through, and the module those came from; and torn_stream, the same for the stream.
+        made_of: of those, by path, the parameter of the module's own that made it, if one did.
+        met: the ops in which the stream of an element meets such tensors, and which.
+        twofold: modules that use otherwise what is spread over the rows of the stream.
         along: modules in an element that combine positions of the stream, and the op.
+        inlined: of those, the elements, whose own code does it.
         escaping: elements that give out more than the stream itself.
         whole: boundaries in an element, with the argument, that are given a whole tensor; streamed:
             those that are given the stream.
@@ -49,7 +53,11 @@ class Flow:
     rowless: dict[str, tuple[int, ...]] = field(default_factory=dict)
     torn: dict[str, str] = field(default_factory=dict)
     torn_stream: dict[str, str] = field(default_factory=dict)
+    made_of: dict[str, str] = field(default_factory=dict)
+    met: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    twofold: list[str] = field(default_factory=list)
     along: dict[str, str] = field(default_factory=dict)
+    inlined: list[str] = field(default_factory=list)
     escaping: list[str] = field(default_factory=list)
     whole: set[tuple[str, str]] = field(default_factory=set)
     streamed: set[tuple[str, str]] = field(default_factory=set)

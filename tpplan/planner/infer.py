@@ -59,6 +59,8 @@ def find_boundaries(
     """
     of_columns = {layer for path, layer in adapted.items() if path in columns}
     entered = _made_of_sums(trace, inside, columns)
+    # so do those whose own parameters make columns of it, beside layers that do
+    of_columns |= {path for path, region in bare.items() if region.columns and not region.summed}
     return _Entries(trace, columns, multihead, heads, gathers, of_columns, entered).boundaries(bare)
 
 
@@ -115,9 +117,7 @@ class _Entries:
         self.entries: dict[tuple[str, int], tuple[tuple[Argument, ...], list[str]]] = {}
 
     def boundaries(self, bare: Mapping[str, BareRegion]) -> dict[str, tuple[Boundary, ...]]:
-        for path, region in bare.items():
-            for number, arguments in region.entering.items():
-                self.entries[path, number] = arguments, [path]
+        self.enter_bare(bare)
         for call in self.trace.calls:
             if call.path in self.multihead:
                 for number, names in call.arguments.items():
@@ -139,6 +139,17 @@ class _Entries:
                 result[path] = (*known, boundary)
         return result
 
+    def enter_bare(self, bare: Mapping[str, BareRegion]) -> None:
+        """What modules multiply by cut parameters of their own enters there, or further out."""
+        for path, region in bare.items():
+            for number, arguments in region.entering.items():
+                if path in self.adapted:
+                    for call in self.trace.calls:
+                        if call.path == path and number in call.arguments:
+                            self.note(path, *self.climbed(call, number))
+                else:
+                    self.entries[path, number] = arguments, [path]
+
     def keep_innermost(self) -> None:
         """A layer that was entered further out in one call than in another would enter twice."""
         places: dict[str, set[str]] = {}
@@ -159,10 +170,13 @@ class _Entries:
         given = stream_input(self.trace, call)
         if given is None or given in self.entered:
             return
-        path, given, arguments = self.outermost(call, given)
-        consumers = self.entries.setdefault((path, given), (arguments, []))[1]
-        if call.path not in consumers:
-            consumers.append(call.path)
+        self.note(call.path, *self.outermost(call, given))
+
+    def note(self, consumer: str, path: str, number: int, arguments: tuple[Argument, ...]) -> None:
+        """What enters at a module serves one more."""
+        consumers = self.entries.setdefault((path, number), (arguments, []))[1]
+        if consumer not in consumers:
+            consumers.append(consumer)
 
     def outermost(self, call: Call, given: int) -> tuple[str, int, tuple[Argument, ...]]:
         """The module at which a tensor enters for a call, the tensor there, and its names."""
@@ -173,6 +187,10 @@ class _Entries:
         for (index, number), whole in self.together.items():
             if index in around and given in whole:
                 call, given = around[index], number
+        return self.climbed(call, given)
+
+    def climbed(self, call: Call, given: int) -> tuple[str, int, tuple[Argument, ...]]:
+        """The outermost module that uses a tensor, given to a call, as that call does."""
         path, arguments = call.path, call.arguments[given]
         around = {outer.index: outer for outer in self.trace.ancestors(call.parent)}
         for outer in around.values() if call.path not in self.heads else ():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
-from tpplan.compiled import Boundary, Element
+from tpplan.compiled import Boundary, Element, Spread
 from tpplan.observe.positions import acts_on_each
 from tpplan.observe.trace import Call, Op, Trace
 from tpplan.planner.flow import Flow
+from tpplan.planner.infer import nearest
 from tpplan.planner.noise import Noise
 from tpplan.planner.views import KEEPING, VIEWS
 from tpplan.styles import NONE, Style
@@ -25,9 +26,90 @@ class Notes:
     elements: Mapping[str, Element]
     columns: Set[str]
     local: Set[str]
+    spreads: Mapping[str, Spread]
+    beside: set[int]
+    beside_in: Mapping[int, Set[int | None]]
+    apart: set[int]
     stream: set[int]
+    region: set[int]
+    weights: dict[int, frozenset[str]]
     flat: set[int]
     maker: dict[int, str]
+
+    def weights_of(self, numbers: Iterable[int]) -> frozenset[str]:
+        """The parameters that tensors are made of which are made of nothing else."""
+        return frozenset[str]().union(*(self.weights.get(n, frozenset()) for n in numbers))
+
+    def on_weights(self, op: Op, weights: frozenset[str], region: bool, stream: bool) -> None:
+        """An op on parameters alone, and constants."""
+        for number in op.outputs:
+            self.weights[number] = weights
+        if region:  # columns of a table, which then meet what is whole (a mask)
+            self.region.update(op.outputs)
+        elif stream:  # embeddings of positions, scaled
+            self.stream.update(op.outputs)
+
+    def made_by(self, number: int, op: Op) -> str:
+        """The module that made a tensor; of what code made, the sum that it came of."""
+        if number in self.maker:
+            return self.maker[number]
+        sums = (c for c in self.trace.calls if self.styles.get(c.path, NONE).sums)
+        ends = {n: call.path for call in sums for n in call.outputs}
+        return next(iter(nearest(self.trace, [number], self.trace.ops.index(op), ends)), "")
+
+    def made_of(self, number: int, op: Op, call: Call) -> str:
+        """The parameter of a module's own that its code multiplied by last, to make a tensor."""
+        pending = {number}
+        for before in reversed(self.trace.ops[call.first_op : self.trace.ops.index(op)]):
+            if pending.isdisjoint(before.outputs):
+                continue
+            for name in sorted(self.weights_of(before.inputs)):
+                if name.rpartition(".")[0] == call.path and before.call == call.index:
+                    return name if not before.pointwise else ""
+            pending.update(before.inputs)
+        return ""
+
+    def origin(self, number: int, op: Op) -> str:
+        """The module that gave what a tensor was made of, last."""
+        index = self.trace.ops.index(op)
+        return next(iter(nearest(self.trace, [number], index, self.maker)), "")
+
+    def spread_over_rows(self, spreads: Mapping[str, Spread]) -> None:
+        """What is known to be whole on every rank, and to meet its rows of the stream."""
+        self.spreads, self.beside = spreads, set()
+        self.beside_in = {
+            call.index: {call.given_as(a.name) for a in spreads[call.path].arguments}
+            for call in self.trace.calls
+            if call.path in spreads
+        }
+
+    def spread_of(self, numbers: Iterable[int], around: Iterable[Call]) -> set[int]:
+        """What is whole on every rank, and a part of its gradient comes back from its rows."""
+        given = set[int | None]().union(*(self.beside_in.get(c.index, ()) for c in around))
+        return {n for n in numbers if n in self.beside or n in given}
+
+    def on_spread(self, op: Op, around: list[Call]) -> None:
+        """An op on such values alone."""
+        stacked = any(c.path in self.elements for c in around)
+        if not stacked or any(c.index in self.apart for c in around):
+            self.flow.twofold.append(around[0].path)
+        self.beside.update(n for n in op.outputs if n in self.trace.floating)
+
+    def note_entering(self, call: Call) -> None:
+        """Such a value must not enter a region, where its gradient is put together as well."""
+        around = list(self.trace.ancestors(call.parent))
+        names = {a.name for b in self.boundaries.get(call.path, ()) for a in b.arguments}
+        if self.spread_of((n for n in map(call.given_as, names) if n is not None), around):
+            self.flow.twofold.append(call.path)
+
+    def note_leaving(self, call: Call) -> None:
+        """Nor an element; and what of a call's results is one from here on."""
+        around = list(self.trace.ancestors(call.index))
+        if call.path in self.elements and self.spread_of(call.outputs, around):
+            self.flow.twofold.append(call.path)
+        if any(c.path in self.elements for c in around[1:]) and call.path in self.spreads:
+            places = self.spreads[call.path].outputs
+            self.beside.update(n for n in map(call.output_at, places) if n is not None)
 
     def note_positions(self, op: Op, around: list[Call]) -> None:
         """An op on the stream in an element must act on each position by itself."""
@@ -47,6 +129,8 @@ class Notes:
         shape = () if number is None else self.trace.shapes[number][: self.dim + 1]
         if not acts_on_each(op, self.trace, self.stream, shape, self.dim):
             self.flow.along.setdefault(around[0].path, name)
+            if around[0].index == element.index:
+                self.flow.inlined.append(element.path)
 
     def note_rows(self, op: Op, around: list[Call]) -> None:
         """Among tokens without their batch, whose order is a rank's own, each is on its own."""

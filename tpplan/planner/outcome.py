@@ -16,6 +16,7 @@ from tpplan.compiled import (
     KernelChoice,
     ModulePlan,
     ParameterPlan,
+    Spread,
     Summed,
     WidthNorm,
 )
@@ -47,6 +48,7 @@ class Outcome:
         draws: module path -> what its random numbers are for.
         bare: the modules that compute with cut parameters of their own.
         escaping: where, in what modules give, is what a block of experts has besides its sum.
+        spreads: whole values that meet a rank's rows of the stream, by the module that has them.
         unreached: layers with a style that no call came to.
         read: the parameters that code of other modules reads.
         gated: norms of columns that are gated, and cannot run on a rank's columns as they are.
@@ -67,6 +69,7 @@ class Outcome:
     kernels: Mapping[str, str]
     trace: Trace
     flow: Flow
+    spreads: Mapping[str, Spread]
     bare: Mapping[str, BareRegion]
     escaping: Mapping[str, tuple[Place, ...]]
     unreached: frozenset[str]
@@ -218,6 +221,7 @@ class Outcome:
                 thin=self.sizes.stacked[path].thin if path in self.sizes.stacked else None,
                 dispatched=self.sizes.over_ep(path) is not None,
                 detour=self.flow.detours.get(path) if self.sequence_parallel else None,
+                spread=self.spreads.get(path),
                 container=path in containers,
                 draws=self.drawn(path),
                 read=self.lends(path, own),

@@ -13,12 +13,12 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
-from tpplan.compiled import Boundary, Detour, Element
-from tpplan.language import Rule
+from tpplan.compiled import Boundary, Detour, Element, Spread
+from tpplan.language import FrozenMap, Rule
 from tpplan.observe.trace import Call, Op, Trace
 from tpplan.planner.bare import BareRegion, partial_rows
 from tpplan.planner.flow import Flow
-from tpplan.planner.infer import nearest, sources, staying
+from tpplan.planner.infer import sources, staying
 from tpplan.planner.noise import Noise
 from tpplan.planner.notes import Notes
 from tpplan.styles import NONE, named
@@ -35,6 +35,7 @@ class Walk(Notes):
         cut: the parameters that are cut by rules of their own.
         bare: the modules that multiply by these.
         dropouts: modules that draw for their input, also where they drew nothing this time.
+        spreads: whole values that meet the rows of the stream; see ``spreads``.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Walk(Notes):
         cut: Set[str],
         bare: Mapping[str, BareRegion],
         dropouts: Set[str] = frozenset(),
+        spreads: Mapping[str, Spread] = FrozenMap(),
     ) -> None:
         self.trace, self.columns, self.multihead = trace, columns, multihead
         self.styles = {path: named(rule.style) for path, rule in rules.items()}
@@ -90,6 +92,7 @@ class Walk(Notes):
             call.index: {call.given_as(name) for name in for_heads.get(call.path, ())}  # type: ignore[attr-defined]
             for call in trace.calls
         }
+        self.spread_over_rows(spreads)
         self.apart: set[int] = set()  # calls of replicated modules that get the whole stream
         self.flat: set[int] = set()  # made by column-parallel layers of tokens without their batch
 
@@ -231,6 +234,7 @@ class Walk(Notes):
             self.flow.elsewhere |= self.weights.get(number, frozenset())  # type: ignore[arg-type]
         given = next((n for n in call.arguments if n in self.trace.floating), None)
         self.styles.get(call.path, NONE).enter(self, call, given)
+        self.note_entering(call)
         if call.path in self.elements:
             number = call.given_as(self.elements[call.path].argument.name)
             beside = (call.given_as(a.name) for a in self.elements[call.path].others)
@@ -258,6 +262,7 @@ class Walk(Notes):
 
     def leave(self, call: Call) -> None:
         self.styles.get(call.path, NONE).leave(self, call)
+        self.note_leaving(call)
         summed = self.bare[call.path].summed if call.path in self.bare else None
         if summed is not None:
             if self.bare[call.path].block:  # what else leaves it is whole
@@ -298,9 +303,7 @@ class Walk(Notes):
         self.noise.note(index, op, self.noise.kind_of(op, columns, rows))
         if any(c.path in self.multihead for c in around):
             return
-        weights = frozenset[str]().union(
-            *(self.weights.get(n, frozenset()) for n in op.inputs if n not in cut)
-        )
+        weights = self.weights_of(n for n in op.inputs if n not in cut)
         data = [
             n for n in op.inputs if n in cut or (n not in self.weights and n not in self.constant)
         ]
@@ -308,20 +311,16 @@ class Walk(Notes):
             self.constant.update(op.outputs)
             return
         if weights and not data:
-            for number in op.outputs:
-                self.weights[number] = weights
-            if region:  # columns of a table, which then meet what is whole (a mask)
-                self.region.update(op.outputs)
-            elif stream:  # embeddings of positions, scaled
-                self.stream.update(op.outputs)
+            self.on_weights(op, weights, region, stream)
             return
+        beside = self.spread_of(op.inputs, around)
         if weights:
-            self.note_weights(weights, region, stream, around)
+            self.note_weights(weights, region, stream or bool(beside), around)
         whole = [
             n
             for n in data
             if n in self.trained and n not in self.region and n not in entries and n not in cut
-            if region or n not in self.stream
+            if region or n not in self.stream | beside
         ]
         if region:
             self.on_columns(op, data, entries, around, whole)
@@ -329,6 +328,8 @@ class Walk(Notes):
                 self.whole_in_region.difference_update(op.outputs)
         elif stream:
             self.on_stream(op, data, around, whole)
+        elif beside:
+            self.on_spread(op, around)
         if weights or any(n in self.trained for n in data):
             self.trained.update(n for n in op.outputs if n in self.trace.floating)
 
@@ -357,14 +358,9 @@ class Walk(Notes):
         self.note_rows(op, around)
         if whole:
             self.flow.torn.setdefault(around[0].path, self.made_by(whole[0], op))
-
-    def made_by(self, number: int, op: Op) -> str:
-        """The module that made a tensor; of what code made, the sum that it came of."""
-        if number in self.maker:
-            return self.maker[number]
-        sums = (c for c in self.trace.calls if self.styles.get(c.path, NONE).sums)
-        ends = {n: call.path for call in sums for n in call.outputs}
-        return next(iter(nearest(self.trace, [number], self.trace.ops.index(op), ends)), "")
+            name = self.made_of(whole[0], op, around[0])
+            if name:
+                self.flow.made_of.setdefault(around[0].path, name)
 
     def on_stream(self, op: Op, data: list[int], around: list[Call], whole: list[int]) -> None:
         """An op on the stream, outside of any region."""
@@ -372,7 +368,8 @@ class Walk(Notes):
         if any(c.path in self.elements for c in around):
             self.note_positions(op, around)
             if whole:
-                self.flow.torn_stream.setdefault(around[0].path, self.maker.get(whole[0], ""))
+                self.flow.torn_stream.setdefault(around[0].path, self.origin(whole[0], op))
+                self.flow.met.append((self.trace.ops.index(op), tuple(whole)))
         else:
             # what a module made of its weights alone (positions) is whole too
             made = [n for n in op.inputs if n in self.weights and n in self.maker]

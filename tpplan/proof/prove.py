@@ -25,6 +25,7 @@ from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.shadow import Call, calls_for, routed, shortened
 from tpplan.observe.twins import same_randomness
+from tpplan.planner.closures import led_by_closures
 from tpplan.planner.match import fold
 from tpplan.planner.stops import place_of, stopped_at
 from tpplan.proof.calls import (
@@ -73,7 +74,10 @@ def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
     wide = (torch.float64, torch.complex128)
     nothing_kept = no_fakes_kept(lambda t: t.dtype in wide)
     with same_randomness(), one_thread(), nothing_kept, quiet(), unfused():
-        _prove(model, compiled, inputs)
+        try:
+            _prove(model, compiled, inputs)
+        except PlanError as error:
+            raise led_by_closures(model, error) from error.__cause__
 
 
 def prove_once(

@@ -74,6 +74,7 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
             f"inferred: an element of the layer stack; '{plan.element.argument.name}' carries the "
             "stream"
         )
+    lines += _spread(plan)
     if plan.container:
         lines.append("the stream passes through it in its global form")
     for name, (present, local) in plan.attributes.items():
@@ -105,6 +106,15 @@ def _run(plan: ModulePlan) -> list[str]:
         return []
     once = [f"inferred: '{name}' is added to the sum once" for name in plan.summed.added]
     return ["inferred: what it gives is summed over the ranks", *once]
+
+
+def _spread(plan: ModulePlan) -> list[str]:
+    """What a module has whole that meets a rank's rows of the stream."""
+    if plan.spread is None:
+        return []
+    names = [f"'{argument.name}'" for argument in plan.spread.arguments]
+    held = ", ".join([*names, *(["what it gives"] if plan.spread.outputs else [])])
+    return [f"inferred: {held} meets a rank's rows of the stream: its gradient is all-reduced"]
 
 
 def _stated(plan: ModulePlan) -> Container[str]:

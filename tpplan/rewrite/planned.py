@@ -27,6 +27,7 @@ from tpplan.roles.lowered import Lowered, State, lower
 from tpplan.roles.members import summing_site
 from tpplan.roles.narrow import Widened
 from tpplan.roles.parameters import Own, successor
+from tpplan.roles.sequence import Spreading
 from tpplan.roles.streams import Container, Entering, InStack
 from tpplan.roles.unreached import Unreached
 from tpplan.styles import named
@@ -195,6 +196,7 @@ def roles_of(
         Container: plan.container,
         Draws: plan.draws is not None,
         InStack: plan.element is not None,
+        Spreading: plan.spread is not None,
         HeadInputs: plan.head_inputs,
         Entering: plan.boundaries,
         Escaping: plan.escaping,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tpplan.comm import chunk, join, split
+from tpplan.comm import chunk, copy_in, join, split
 from tpplan.places import Argument, at, taken, with_at
 from tpplan.roles.lowered import Lowered
 from tpplan.roles.members import called
@@ -73,6 +73,28 @@ class OnDetour(Apart):
         out = super().forward(*args, **kwargs)
         for place in plan.outputs:
             out = with_at(out, place, split(at(out, place), dim, state.transition))
+        return out
+
+
+class Spreading(Lowered):
+    """Has values for all rows of the sequence, whole on every rank, which meet a rank's rows.
+
+    Of their gradient each rank has a part: it is summed.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._tpplan
+        plan = state.plan.spread
+        if plan is None or state.length is None or not state.stream.sequence_parallel:
+            return super().forward(*args, **kwargs)
+        for argument in plan.arguments:
+            given = taken(argument, args, kwargs)
+            if isinstance(given, torch.Tensor):
+                copy = copy_in(given, state.transition)
+                args, kwargs = replaced(argument, copy, args, kwargs)
+        out = super().forward(*args, **kwargs)
+        for place in plan.outputs:
+            out = with_at(out, place, copy_in(at(out, place), state.transition))
         return out
 
 
