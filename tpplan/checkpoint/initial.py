@@ -86,6 +86,7 @@ class _Record(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[_Op] = []
+        self._scratch = torch.UntypedStorage(0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -95,7 +96,9 @@ class _Record(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = _generator(kwargs).get_state()
             with without_fakes():  # as many numbers as are drawn from now on
-                blank = tree_map_only(_Fake, lambda fake: fake.blank().fill_(1), given)
+                one = sum(isinstance(leaf, _Fake) for leaf in tree_leaves(given)) == 1
+                make = self.on_scratch if one else _Fake.blank
+                blank = tree_map_only(_Fake, lambda fake: make(fake).fill_(1), given)
                 func(*blank[0], **blank[1])
         try:
             out = func(*args, **kwargs)
@@ -113,8 +116,26 @@ class _Record(TorchDispatchMode):
             self.ops.append(_Op(func, given[0], given[1], made, reads, makes, changes, state))
         return out
 
-    def again(self, fake: _Fake) -> torch.Tensor:
-        """The numbers of a tensor that was made in the meantime."""
+    def on_scratch(self, fake: _Fake) -> torch.Tensor:
+        """A real one of the same layout; on the same memory as the last one.
+
+        Allocators keep what is freed between small objects: several times the largest, as it is.
+        """
+        if self._scratch.nbytes() < fake.memory.nbytes():
+            self._scratch = torch.UntypedStorage(fake.memory.nbytes())
+        blank = torch.empty(0, dtype=fake.dtype)
+        return blank.set_(self._scratch, fake.offset, fake.shape, fake.stride)
+
+    def forget_scratch(self) -> None:
+        """Give its memory back."""
+        self._scratch = torch.UntypedStorage(0)
+
+    def again(self, fake: _Fake, passing: bool = False) -> torch.Tensor:
+        """The numbers of a tensor that was made in the meantime.
+
+        Args:
+            passing: whether they are needed until the next are made only.
+        """
         made: dict[int, torch.UntypedStorage] = {}
 
         def real(of: _Fake) -> torch.Tensor:
@@ -125,7 +146,10 @@ class _Record(TorchDispatchMode):
                 args, kwargs = tree_map_only(_Fake, real, [op.args, op.kwargs])
                 if op.state is not None:
                     _generator(kwargs).set_state(op.state)
-                out = op.func(*args, **kwargs)
+                if passing and op.func is _aten.empty.memory_format and fake.key in op.makes:
+                    out = self.on_scratch(op.out)
+                else:
+                    out = op.func(*args, **kwargs)
                 tensors = (t for t in tree_leaves([args, kwargs]) if isinstance(t, torch.Tensor))
                 theirs = set(map(memory_of, tensors))
                 for told, own in zip(tree_leaves(op.out), tree_leaves(out), strict=True):
@@ -179,6 +203,7 @@ class Initial:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             plain = vars(torch.empty(1)).keys()
             self.model = make()
+        self._record.forget_scratch()
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         tensors = {id(t): t for t in named.values()}
         if not all(map(is_fake, tensors.values())):
@@ -211,12 +236,13 @@ class Initial:
         held = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         with self._record.undisturbed():
             for name, fake in self._fakes.items():
-                whole = self._record.again(fake).detach()
+                whole = self._record.again(fake, passing=True).detach()
                 for offsets, local in chunks_of(held[name]):
                     part = whole
                     for dim, start in enumerate(offsets):
                         part = part.narrow(dim, start, local.shape[dim])
                     local.copy_(part)
+            self._record.forget_scratch()
 
 
 def _generator(kwargs: Mapping[str, Any]) -> torch.Generator:
