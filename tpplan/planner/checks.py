@@ -197,9 +197,9 @@ def check_blocks(
         complaints.about(asked[path], lone, message, hint)
     here = {p: rule for p, rule in asked.items() if named(rule.style).closes(rule.options)}
     none = "reduce: it gives no sum of row-parallel layers inside of it"
-    whole = "reduce: an element of the stack gives the stream, not a part of a sum"
+    stack = "reduce: an element of the stack gives the stream, not a part of a sum"
     refused = {p: none for p in here.keys() - found if not named(asked[p].style).stacked}
-    refused |= dict.fromkeys(here.keys() & elements, whole)
+    refused |= dict.fromkeys(here.keys() & elements, stack)
     hint = "leave it out, each row-parallel layer is reduced by itself then"
     complaints.by_rule(refused, hint, "reduce")
     if sequence_parallel:

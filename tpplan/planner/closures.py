@@ -24,13 +24,12 @@ def led_by_closures(model: nn.Module, error: PlanError) -> PlanError:
             if held is None or id(held) not in inside:
                 continue
             whole, what = f"{path}.{name}".lstrip("."), inside[id(held)] or "the model itself"
+            hint = "make it a method of the module's class, or give it what it uses as an argument"
             message = (
                 f"{whole}: this function closes over {what}, which no copy of the model takes "
+                "along, so nothing can be proved of it"
             )
-            hint = "make it a method of the module's class, or give it what it uses as an argument"
-            found[name] = Diagnostic(
-                f"{message}along, so nothing can be proved of it", position, hint
-            )
+            found[name] = Diagnostic(message, position, hint)
     known = {d.message for d in error.diagnostics}
     if not found or any(d.message in known for d in found.values()):
         return error

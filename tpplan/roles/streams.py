@@ -104,7 +104,11 @@ class Container(Lowered):
         return x.answer(self.training) if isinstance(x, Logits) else x
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare, at some calls, the ranks' batches, and where random numbers are drawn from."""
+        """Compare, at some calls, the ranks' batches, and where random numbers are drawn from.
+
+        Raises:
+            RuntimeError: where they differ, or where gradients would, of parameters added since.
+        """
         state = self._tpplan
         stream, dim = state.stream, state.stream.dim
         if compat.only_sizes_count():
@@ -113,6 +117,8 @@ class Container(Lowered):
         one = x is not None and x.dim() > dim and x.size(dim) == 1
         if not state.schedule.due((self.training, torch.is_grad_enabled(), one)):
             return
+        if stream.sequence_parallel and torch.is_grad_enabled():
+            _require_none_added(self)
         site = Site(state.plan.path, "inputs of the ranks, compared", phase="startup")
         draws = self.training and draws_in_training(self)
         require_same_inputs(
@@ -134,6 +140,24 @@ class Container(Lowered):
         if not stream.whole_results and is_cut(x, x.dim() - 1):
             return x
         return x.full_tensor()
+
+
+def _require_none_added(container: nn.Module) -> None:
+    """That what is to be trained in the layers, where each rank has its rows, was in the plan."""
+    for element in container.modules():
+        if not isinstance(element, InStack):
+            continue
+        for path, module in element.named_modules():
+            if isinstance(module, Lowered):
+                continue  # which uses, or refuses, what is put in the place of its own
+            for leaf, p in module.named_parameters(recurse=False):
+                if p.requires_grad and not isinstance(p, DTensor):
+                    name = f"{element._tpplan.plan.path}.{path}.{leaf}"
+                    raise RuntimeError(
+                        f"{name}: this parameter was added after tpplan.parallelize, and under "
+                        "sequence parallelism each rank would have a part of its gradient: add it "
+                        "before"
+                    )
 
 
 def _converted(value: Any, convert: Callable[[DTensor], torch.Tensor]) -> Any:
