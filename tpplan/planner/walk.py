@@ -345,6 +345,8 @@ class Walk(Notes):
         )
         met = self.flow.in_region if region else self.flow.on_stream if rows else None
         (self.flow.elsewhere if met is None else met).update(weights)
+        for name in weights:
+            self.flow.users.setdefault((name, region), around[0].path)
 
     def on_columns(
         self, op: Op, data: list[int], entries: Set[int], around: list[Call], whole: list[int]
