@@ -83,6 +83,8 @@ class Twice(Layer):
 def test_one_norm_on_the_stream_and_in_a_region() -> None:
     text = refused(Stack(lambda i: Twice()), {"layers.*.norm": "sequence_parallel"}, False)
     assert "used both inside and outside a sharded region" in text
+    where = "layers.0.norm.weight is used inside in layers.0.norm, and outside in layers.0.norm"
+    assert where in text
 
 
 # --- several names

@@ -382,6 +382,10 @@ class _Compiler(Outcome):
         if torn:
             message = "is used both inside and outside a sharded region: its gradient is ambiguous"
             hint = f"let its module be used on one side, or make that region {REPLICATE.name}"
+            inside, outside = (self.flow.users.get((torn[0], side)) for side in (True, False))
+            if inside is not None and outside is not None:
+                where = f"{torn[0]} is used inside in {inside or 'the model itself'}"
+                hint = f"{where}, and outside in {outside or 'the model itself'}: {hint}"
             self.complaints.about(None, torn, message, hint)
 
 

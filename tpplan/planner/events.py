@@ -8,9 +8,28 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
+from tpplan.language import Position
 from tpplan.layout import Rows, own_part
+from tpplan.planner.stops import Stop
 
 _TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where a rank's run departs from the whole model's, and how.
+
+    Attributes:
+        rank: None where the whole model cannot be run either.
+        stop: what its code stopped at; None where it ran on, with other numbers.
+        place: the line of the model's code.
+    """
+
+    path: str
+    rank: int | None
+    message: str
+    stop: Stop | None = None
+    place: Position | None = None
 
 
 @dataclass

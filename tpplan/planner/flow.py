@@ -14,6 +14,7 @@ class Flow:
     Attributes:
         in_region, on_stream, elsewhere: parameter names by what they met: sharded activations, a
             rank's rows of the stream, what is whole.
+        users: of parameters, the modules that compute with them, by whether that is in a region.
         unsharded: row-parallel layers whose input is whole.
         twice: column-parallel layers and heads whose input is already sharded, and the layers
             that sharded it.
@@ -44,6 +45,7 @@ class Flow:
     in_region: set[str] = field(default_factory=set)
     on_stream: set[str] = field(default_factory=set)
     elsewhere: set[str] = field(default_factory=set)
+    users: dict[tuple[str, bool], str] = field(default_factory=dict)
     unsharded: list[str] = field(default_factory=list)
     twice: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unsplit: list[str] = field(default_factory=list)

@@ -33,6 +33,7 @@ class Notes:
     stream: set[int]
     region: set[int]
     weights: dict[int, frozenset[str]]
+    trained: set[int]
     flat: set[int]
     maker: dict[int, str]
 
@@ -48,6 +49,17 @@ class Notes:
             self.region.update(op.outputs)
         elif stream:  # embeddings of positions, scaled
             self.stream.update(op.outputs)
+
+    def as_data(self, numbers: Iterable[int | None]) -> None:
+        """Of what enters a region, or is the stream, the whole gradient comes back.
+
+        So what is made of parameters alone (learned latents, queries) is an activation from there
+        on, and these parameters have met what is whole.
+        """
+        for number in numbers:
+            if number in self.weights:
+                self.flow.elsewhere |= self.weights.pop(number)
+                self.trained.add(number)
 
     def made_by(self, number: int, op: Op) -> str:
         """The module that made a tensor; of what code made, the sum that it came of."""

@@ -16,10 +16,11 @@ import torch
 
 from tpplan.observe.shadow import padded, shortened
 from tpplan.planner.attributes import named_in_code
+from tpplan.planner.events import Failure
 from tpplan.planner.match import folded
 from tpplan.planner.outcome import Outcome
-from tpplan.planner.replay import Failure, prove
-from tpplan.planner.unproved import say_unproved
+from tpplan.planner.replay import prove
+from tpplan.planner.unproved import Width, say_unproved
 from tpplan.styles import NONE, named
 
 _CHANGES, _TRIES = 4, 80
@@ -50,6 +51,7 @@ class Regions:
 
     def __init__(self, found: Outcome) -> None:
         self.found = found
+        self.shown: tuple[str, ...] = ()  # see ``Width``
 
     def check(self, given: Sequence[Call]) -> None:
         """Replay the regions on random numbers; say where that fails."""
@@ -65,7 +67,7 @@ class Regions:
             settled.add(folded(region))
             failure = self._settle(region, failure, calls)
         if failure is not None:
-            say_unproved(failure, found)
+            say_unproved(failure, found, self._width(failure, calls))
 
     def _failure(self, calls: Sequence[Call]) -> Failure | None:
         found = self.found
@@ -77,22 +79,74 @@ class Regions:
         # parts in blocks are answered, for as many ranks as there are; others are computed
         every = any(r.summed is not None and not r.block for r in found.bare.values())
         how = every, found.known
-        tried = (prove(found.model, plans, *cut, found.tp, call, *how) for call in calls)
+        tried = (
+            prove(found.model, plans, *cut, found.tp, call, *how, self.shown) for call in calls
+        )
         return next((failure for failure in tried if failure is not None), None)
 
     def _region(self, path: str) -> str | None:
-        """The module around a path, or at it, that is given what enters a region."""
-        while path not in self.found.boundaries or path in self.found.sizes.columns:
+        """The module around a path, or at it, that is given what enters a region.
+
+        Where there is none, it enters at the projections, in the code of the module around them.
+        """
+        around = path
+        while around not in self.found.boundaries or around in self.found.sizes.columns:
+            if not around:
+                return self._calling(path)
+            around = around.rpartition(".")[0]
+        return around
+
+    def _calling(self, path: str) -> str | None:
+        """The innermost module around a path, or at it, with projections inside."""
+        while not any(_inside(other, path) for other in self.found.sizes.columns):
             if not path:
                 return None
             path = path.rpartition(".")[0]
         return path
 
+    def _alike(self, region: str) -> list[str]:
+        called = dict.fromkeys(call.path for call in self.found.trace.calls)
+        return [path for path in called if folded(path) == folded(region)]
+
+    def _width(self, failure: Failure, calls: Sequence[Call]) -> Width | None:
+        """Whether it would do to show the code a share of the width of what its modules give."""
+        region, found = self._calling(failure.path), self.found
+        if region is None or region in found.boundaries or failure.rank is None:
+            return None
+        entering: dict[str, list[str]] = {}  # what gives it -> the projections it enters at
+        for call in found.trace.calls:
+            for path in (p for p in found.boundaries if p in found.sizes.columns):
+                inlined = folded(path.rpartition(".")[0]) == folded(region)
+                if inlined and any(b.number in call.outputs for b in found.boundaries[path]):
+                    entering.setdefault(call.path, []).append(path)
+        if not entering:
+            return None
+        before, self.shown = found.sizes.attributes, tuple(entering)
+        left = self._failure(calls)
+        if left is not None:
+            left = self._settle(region, left, calls)
+        if left is None:
+            self._show_fewer(calls)
+        made, found.sizes.attributes = found.sizes.attributes, before
+        names = {name for path in made for name in made[path].keys() - before.get(path, {}).keys()}
+        layers = dict.fromkeys(path for maker in self.shown for path in entering[maker])
+        return Width(self.shown, tuple(layers), tuple(sorted(names))) if left is None else None
+
+    def _show_fewer(self, calls: Sequence[Call]) -> None:
+        """Leave out the modules of which the code may be shown the whole as well."""
+        for kind in dict.fromkeys(map(folded, self.shown)):
+            shown = self.shown
+            self.shown = tuple(path for path in shown if folded(path) != kind)
+            if self._failure(calls) is not None:
+                self.shown = shown
+
     def _settle(self, region: str, failure: Failure, calls: Sequence[Call]) -> Failure | None:
         """Make the fewest changes with which the regions like this one are proved, if any do."""
         found = self.found
-        alike = [path for path in found.boundaries if folded(path) == folded(region)]
-        changes = [_Change(("", "width"), narrowed=alike), *self._attributes(alike)]
+        alike = self._alike(region)
+        entered = [path for path in alike if path in found.boundaries]
+        width = [_Change(("", "width"), narrowed=entered)] if entered else []
+        changes = [*width, *self._attributes(alike)]
         # a rank's heads would be spread over a whole cache, if there are few enough of them
         first = [(cache,) for cache in self._caches(alike)]
         combinations = (
@@ -189,7 +243,7 @@ class Regions:
         """Numbers of heads and columns in a region: what -> the model's, and a rank's."""
         found = self.found
         geometry, tp = found.sizes.geometry, found.tp
-        inner = [path for path in found.sizes.columns if path.startswith(f"{region}.")]
+        inner = [path for path in found.sizes.columns if _inside(path, region)]
         for group in dict.fromkeys(geometry.group_of(path) for path in inner):
             whole, own = geometry.groups[group].known(), geometry.groups[group].known(tp)
             if whole.keys() >= {"heads", "kv_heads"} and whole["kv_heads"]:
@@ -205,3 +259,7 @@ class Regions:
         for path in inner:
             outputs, rows = geometry.outputs(path), found.sizes.layouts.get(path)
             yield path.removeprefix(region), (outputs, rows.length() if rows else outputs // tp)
+
+
+def _inside(path: str, outer: str) -> bool:
+    return not outer or path.startswith(f"{outer}.")

@@ -11,9 +11,8 @@ run: with that, and the weights cut alike, the sum over the ranks is the whole m
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,16 +24,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import unfused
 from tpplan.compiled import Element, ModulePlan, Summed
-from tpplan.language import Position, Rule
+from tpplan.language import Rule
 from tpplan.layout import Rows, own_part
 from tpplan.observe.likeness import identity, shared_tensors
 from tpplan.places import at, taken, with_at
-from tpplan.planner.events import Departed, Event, compare, first_of, own_columns, own_numbers
+from tpplan.planner.events import (
+    Departed,
+    Event,
+    Failure,
+    compare,
+    first_of,
+    own_columns,
+    own_numbers,
+)
 from tpplan.planner.known import Known
 from tpplan.planner.match import folded
 from tpplan.planner.rank_part import as_rank
 from tpplan.planner.stand_in import stand_in
-from tpplan.planner.stops import Stop, kind_of, place_of
+from tpplan.planner.stops import kind_of, place_of
 from tpplan.roles.heads import heads_of, own_heads
 from tpplan.roles.narrow import narrowed, whole_of
 from tpplan.roles.sequence import replaced
@@ -42,23 +49,6 @@ from tpplan.styles import named
 
 _LARGE = 2**22
 _TOLERANCE = 1e-4
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Where a rank's run departs from the whole model's, and how.
-
-    Attributes:
-        rank: None where the whole model cannot be run either.
-        stop: what its code stopped at; None where it ran on, with other numbers.
-        place: the line of the model's code.
-    """
-
-    path: str
-    rank: int | None
-    message: str
-    stop: Stop | None = None
-    place: Position | None = None
 
 
 def prove(
@@ -72,6 +62,7 @@ def prove(
     call: tuple[tuple[Any, ...], dict[str, Any]],
     every: bool,
     known: Known,
+    shown: Collection[str] = (),
 ) -> Failure | None:
     """Replay ``call`` for ranks of ``tp``; the first departure, or None where there is none.
 
@@ -82,9 +73,11 @@ def prove(
         lists: those with a module for each head.
         every: whether it takes all ranks to make a sum, and not some as well as all.
         known: of the model, from proving it for other ranks.
+        shown: modules of whose results code is shown a rank's share of the width, as a trial.
     """
     replay = _Replay(model, plans, layouts, columns, bare, lists, tp, known)
     try:
+        replay.narrow(shown)
         with torch.no_grad():
             replay.run(call, None)
     except Exception as error:
@@ -195,6 +188,13 @@ class _Replay:
             return with_at(last, element.output, taken(element.argument, args, kwargs))
 
         return forward
+
+    def narrow(self, shown: Collection[str]) -> None:
+        """Show code that calls these modules a rank's share of the width of what they give."""
+        for path in shown:
+            self.model.get_submodule(path).register_forward_hook(
+                lambda _, __, out: None if self.rank is None else narrowed(out, self.tp)
+            )
 
     def own(self, rank: int) -> AbstractContextManager[None]:
         """With every attribute and bare parameter at the value it has on a rank."""

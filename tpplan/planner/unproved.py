@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from tpplan.language import Rule
 from tpplan.planner import infer
 from tpplan.planner.attributes import integers, named_in_code
+from tpplan.planner.events import Failure
 from tpplan.planner.match import fold, folded
 from tpplan.planner.outcome import Outcome
 from tpplan.planner.parts import looks_packed
-from tpplan.planner.replay import Failure
 from tpplan.planner.stops import Stop, stopped_at
 from tpplan.styles import NONE, named
 from tpplan.styles.attention import ATTENTION
@@ -22,7 +23,22 @@ _ORDER = "is not reached", "is called in another order"
 _SHOWN = 4
 
 
-def say_unproved(failure: Failure, found: Outcome) -> None:
+@dataclass(frozen=True)
+class Width:
+    """Code that is right where it is shown a rank's share of the width of what modules give.
+
+    Attributes:
+        shown: these modules.
+        layers: the projections that are given it.
+        names: the attributes that are a rank's own then.
+    """
+
+    shown: tuple[str, ...]
+    layers: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+def say_unproved(failure: Failure, found: Outcome, width: Width | None) -> None:
     """Blame the layers whose columns were at work where a rank's run departs."""
     path, message = failure.path, failure.message
     rules = found.matches.modules
@@ -47,7 +63,25 @@ def say_unproved(failure: Failure, found: Outcome) -> None:
             rule = own
         message = f"{at}it {message}"
     cure = _Cure(failure, found, made, tables).text()
+    if width is not None:
+        cure = _apart(width, found.sequence_parallel)
     found.complaints.about(rule, paths, message, cure, stopped_at(failure.place))
+
+
+def _apart(width: Width, rows: bool) -> str:
+    """Of code that has no module of its own, which could be shown a share of the width."""
+    own = f", and {', '.join(width.names)} made a rank's own" if width.names else ""
+    told = (
+        f"this code takes its number of columns from the width of what {fold(width.shown)} gives, "
+        f"which is whole; it is right with a rank's share of that width{own}"
+    )
+    layers = fold(width.layers)
+    if not rows:
+        return f"{told}. Take it from what {layers} give (or -1 in a view): the rest is found then"
+    return (
+        f"{told}. Put what it does with {layers} in a module of its own, which is given that "
+        "tensor: with their rules at the new paths the rest is found then"
+    )
 
 
 class _Cure:

@@ -235,10 +235,12 @@ class Walk(Notes):
         given = next((n for n in call.arguments if n in self.trace.floating), None)
         self.styles.get(call.path, NONE).enter(self, call, given)
         self.note_entering(call)
+        self.as_data(self.entry.get(call.index, ()))
         if call.path in self.elements:
             number = call.given_as(self.elements[call.path].argument.name)
             beside = (call.given_as(a.name) for a in self.elements[call.path].others)
             self.stream.update(n for n in (number, *beside) if n is not None)
+            self.as_data([number])
         inside = self.element_of(call) is not None
         for boundary in self.boundaries.get(call.path, ()) if inside else ():
             name = boundary.arguments[0].name
@@ -343,6 +345,8 @@ class Walk(Notes):
         )
         met = self.flow.in_region if region else self.flow.on_stream if rows else None
         (self.flow.elsewhere if met is None else met).update(weights)
+        for name in weights:
+            self.flow.users.setdefault((name, region), around[0].path)
 
     def on_columns(
         self, op: Op, data: list[int], entries: Set[int], around: list[Call], whole: list[int]

@@ -266,9 +266,29 @@ def _failed(compiled: CompiledPlan, path: str, error: Exception) -> PlanError:
     where = f"{fold([path])}: " if path else ""
     ranks = compiled.tp * compiled.ep
     message = f"{where}the rewritten model fails on {ranks} ranks: {type(error).__name__}: {text}"
-    hint = "'tpplan explain' says what was inferred; see also docs/proved.md"
+    hint = _inlined(compiled, path)
+    hint = hint or "'tpplan explain' says what was inferred; see also docs/proved.md"
     place = stopped_at(place_of(error))
     return PlanError([Diagnostic(message, rule.position, hint, place, (path,))])
+
+
+def _inlined(compiled: CompiledPlan, path: str) -> str | None:
+    """Of code of the stack that calls projections itself: it has rows, and they give all."""
+    elements = [p for p, m in compiled.modules.items() if m.element is not None]
+    for around in (path, path.rpartition(".")[0]) if compiled.sequence_parallel else ():
+        made = [
+            p
+            for p, m in compiled.modules.items()
+            if m.boundaries and named(m.style).columns and p and p.rpartition(".")[0] == around
+        ]
+        if made and any(around == p or around.startswith(f"{p}.") for p in elements):
+            return (
+                f"under sequence parallelism the code of {fold([around])} has a rank's rows of the "
+                f"sequence, and {fold(made)} give all of them: put what it does with these in a "
+                "module of its own, which is given what they are given, or turn "
+                "sequence_parallel off"
+            )
+    return None
 
 
 def _departed(
@@ -311,7 +331,7 @@ def _departed(
         f"{where}on {ranks} ranks it computes something else than whole: {what} "
         f"differs {finding.scene.what}, on rank {finding.rank}"
     )
-    hint = (
+    hint = _inlined(compiled, path) or (
         "its code does with a rank's part what needs the whole, or the plan cuts it otherwise than "
         f"the code does; leave it out of the plan, or say '{REPLICATE.name}'; see docs/proved.md"
     )
