@@ -62,7 +62,9 @@ def stage_of(mesh: DeviceMesh, sequence_parallel: bool) -> PipelineStage:
     index, count = mesh["pp"].get_local_rank(), mesh["pp"].size()
     each = -(-config.num_hidden_layers // count)
     layers = range(each * index, each * (index + 1))
-    stage = Stage(model, layers, first=index == 0, last=index == count - 1)
+    first, last = index == 0, index == count - 1
+    stage = Stage(model, layers, first, last)
+    tpplan.shard_stage(stage, first=first, last=last)
     device = next(stage.parameters()).device
     return PipelineStage(stage, index, count, device, group=mesh["pp"].get_group())
 

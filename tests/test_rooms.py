@@ -44,6 +44,7 @@ PERMITTED: Mapping[str, str] = {
     "suggestion": "version language models compat observe planner styles simulate cost proof",
     "options": "language",
     "trainers": "checkpoint rewrite",
+    "pipelines": "comm roles",
     "adapters": "comm roles checkpoint",
     "hf": "language styles planner shipped",
     "api": "compat language wrapping kernels comm compiled planner rewrite trainers adapters "

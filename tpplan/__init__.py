@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tpplan.comm.meshes import by_mesh, clip_grad_norm_
     from tpplan.hf import from_hf
     from tpplan.language import Plan, PlanError
+    from tpplan.pipelines import shard_stage
     from tpplan.pretrained import from_pretrained
     from tpplan.proof import Verification, VerificationError
     from tpplan.render import Advice, Report
@@ -38,6 +39,7 @@ __all__ = [
     "load_plan",
     "parallelize",
     "save_checkpoint",
+    "shard_stage",
     "suggest",
     "verify",
 ]
@@ -49,6 +51,7 @@ _ROOMS: Mapping[str, Sequence[str]] = {
     "comm.meshes": ("by_mesh", "clip_grad_norm_"),
     "hf": ("from_hf",),
     "language": ("Plan", "PlanError"),
+    "pipelines": ("shard_stage",),
     "pretrained": ("from_pretrained",),
     "proof": ("Verification", "VerificationError"),
     "render": ("Advice", "Report"),

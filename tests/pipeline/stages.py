@@ -168,8 +168,11 @@ def _parallel(
 class Pipeline:
     """This rank's stages, and their schedule."""
 
-    def __init__(self, way: str, schedule: str, sp: bool, model: str = "llama") -> None:
+    def __init__(
+        self, way: str, schedule: str, sp: bool, model: str = "llama", shards: bool = False
+    ) -> None:
         mesh = pipeline_mesh()
+        self.shards = shards
         own, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
         each = 1 if schedule in SINGLE else 2
         self.count = size * each
@@ -192,6 +195,8 @@ class Pipeline:
         for inner in module.modules():
             for name, parameter in inner.named_parameters(recurse=False):
                 self.parameters[f"{names[inner]}.{name}"] = parameter
+        if self.shards:
+            tpplan.shard_stage(module, first=index == 0, last=index == self.count - 1)
         group = pipeline_mesh()["pp"].get_group()
         return Stage(module, index, self.count, torch.device("cpu"), group=group)
 

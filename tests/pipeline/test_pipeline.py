@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.compare import Errors, Findings, beyond, gradient_errors, same
+import tpplan
+from tests.compare import Errors, Findings, beyond, error, gradient_errors, same
 from tests.models import sharded, token_ids
 from tests.pipeline.stages import (
     BATCHES,
@@ -33,18 +36,18 @@ STEPS = 5
 
 
 def training_job(
-    _: DeviceMesh, way: str, schedules: tuple[str, ...], sp: bool, model: str
+    _: DeviceMesh, way: str, schedules: tuple[str, ...], sp: bool, model: str, shards: bool
 ) -> Errors:
     """Five steps: the losses, and of the first ones the gradient of every parameter."""
     found = Findings()
-    reference, pipeline = whole(model), Pipeline(way, schedules[0], sp, model)
+    reference, pipeline = whole(model), Pipeline(way, schedules[0], sp, model, shards)
     names = pipeline.parameters
     theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     ours = torch.optim.SGD(names.values(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         if 0 < step < len(schedules):
             pipeline.follow(schedules[step])
-        ids = token_ids(2 * BATCHES, 15, step)
+        ids = token_ids(2 * BATCHES, 16 if shards else 15, step)
         theirs.zero_grad()
         ours.zero_grad()
         loss = loss_of(reference(ids).logits, ids)
@@ -61,9 +64,16 @@ def training_job(
     return found.errors
 
 
-def check(ranks: Ranks, way: str, *schedules: str, sp: bool, model: str = "llama") -> None:
+def check(
+    ranks: Ranks,
+    way: str,
+    *schedules: str,
+    sp: bool,
+    model: str = "llama",
+    shards: bool = False,
+) -> None:
     """On two stages of two ranks, which together have every parameter."""
-    results = ranks.run("2x2", training_job, way, schedules, sp, model)
+    results = ranks.run("2x2", training_job, way, schedules, sp, model, shards)
     assert not beyond(results)
     compared = {name for errors in results for name in errors}
     for name, _ in whole(model).named_parameters():
@@ -83,6 +93,14 @@ def test_schedules(ranks: Ranks, schedule: str, sp: bool) -> None:
 @pytest.mark.turns(32)
 def test_ways(ranks: Ranks, way: str, schedule: str, sp: bool) -> None:
     check(ranks, way, schedule, sp=sp)
+
+
+@MODES
+@pytest.mark.parametrize("schedule", ["1f1b", "zero bubble", "dual v"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.turns(32)
+def test_shards(ranks: Ranks, way: str, schedule: str, sp: bool) -> None:
+    check(ranks, way, schedule, sp=sp, shards=True)
 
 
 @MODES
@@ -160,3 +178,60 @@ def batches_job(mesh: DeviceMesh, trains: bool, sp: bool) -> Errors:
 @pytest.mark.parametrize("trains", [False, True], ids=["evaluated", "trained"])
 def test_batches_are_compared(ranks: Ranks, trains: bool, sp: bool) -> None:
     assert not beyond(ranks.run("1x4", batches_job, trains, sp))
+
+
+def piece(mesh: DeviceMesh, first: bool, last: bool, sp: bool = True, shards: bool = True) -> Any:
+    """A model of which only the stage's layers are left."""
+    model = Trimmed(sharded(whole(), mesh["tp"], sp), slice(LAYERS // 2), first, last)
+    return tpplan.shard_stage(model, first=first, last=last) if shards else model
+
+
+def shard_job(mesh: DeviceMesh) -> Errors:
+    """A stage gives this rank's rows, one all-gather less each way, and says what it cannot."""
+    found = Findings()
+    rank, size = mesh["tp"].get_local_rank(), mesh["tp"].size()
+    ids = token_ids(2, 4 * size, 0)
+    expected = piece(mesh, True, False, shards=False)(ids)
+    first = piece(mesh, True, False)
+    rows = first(ids)
+    own = expected.chunk(size, 1)[rank]
+    found.add("rows", error(own, rows))
+    plain = piece(mesh, True, False, sp=False)
+    found.add("no rows in plain TP", error(expected, plain(ids)))
+
+    counts = []
+    for shards in (False, True):
+        middle = piece(mesh, False, False, shards=shards)
+        x = (rows if shards else expected).detach().requires_grad_()
+        with CommDebugMode() as forward:
+            out = middle(x)
+        with CommDebugMode() as backward:
+            out.sum().backward()
+        counts.append((forward.get_total_counts(), backward.get_total_counts()))
+    found.add(f"collectives: {counts}", same(counts[1][0] == counts[0][0] - 1))
+    found.add(f"of backward: {counts}", same(counts[1][1] == counts[0][1] - 1))
+
+    last = piece(mesh, False, True)
+    found.add("end", error(piece(mesh, False, True, shards=False)(expected), last(rows)))
+    told = {}
+    for what, run in {
+        "pad it": lambda: first(ids[:, 1:]),
+        "receives": lambda: last(ids),
+        "0 parallelized": lambda: tpplan.shard_stage(nn.Linear(2, 2), first=True, last=True),
+    }.items():
+        try:
+            run()
+        except (RuntimeError, ValueError) as raised:
+            told[what] = str(raised)
+        found.add(what, same(what in told.get(what, "")))
+    found.add("after an error", error(own, first(ids)))
+    twin = copy.deepcopy(first)
+    found.add("copy", error(own, twin(ids)))
+    found.add("apart", same(twin.model.model.embed_tokens is not first.model.model.embed_tokens))
+    return found.errors
+
+
+@pytest.mark.parametrize("shape", ["1x4", "2x2"])
+@pytest.mark.turns(8)
+def test_what_a_stage_gives(ranks: Ranks, shape: str) -> None:
+    assert not beyond(ranks.run(shape, shard_job))

@@ -85,6 +85,7 @@ class Stream:
         running: the path of the element that runs, and the hooks on what is saved that it began
             with; None where none runs, or nothing is cut.
         whole_results: whether the user is given full tensors only, no sharded logits.
+        hands_on: whether who calls the modules is to be given the stream in its global form.
         randomness: the random sequences of this rank.
         source: of the stream in its global form; anchor: a tensor that has it.
     """
@@ -124,6 +125,7 @@ class Stream:
         self.running: tuple[str, object] | None = None
         self.started: int | None = None
         self.depth = 0
+        self.hands_on = False
         self._runs: dict[int, deque[Run]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stream:

@@ -85,7 +85,7 @@ class Container(Lowered):
         if not stream.sequence_parallel and torch.compiler.is_compiling():
             return out
         given = any(stream.is_sharded(x) for x in (*args, *kwargs.values()))
-        if stream.sequence_parallel and not given:
+        if stream.sequence_parallel and not given and not stream.hands_on:
             return _converted(out, self._whole)
         return _converted(out, self._logits)
 
@@ -214,7 +214,7 @@ class InStack(Lowered):
             local = stream.to_local(x)
         else:
             local = split(x, stream.dim, state.transition)
-        stays = isinstance(x, DTensor) or state.inside
+        stays = isinstance(x, DTensor) or state.inside or stream.hands_on
         args, kwargs = replaced(plan.argument, local, args, kwargs)
         for other in plan.others:
             y = taken(other, args, kwargs)
