@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +21,18 @@ from tests.rewrite import MODES
 from tests.trainers.training import BATCH, CLIP, RATE, STEPS, Texts, compared, fresh, reference
 
 
-def module(sp: bool) -> Any:
-    """As a user writes one: the model is sharded when the meshes are known."""
+def module(sp: bool, path: Path | None = None) -> Any:
+    """As a user writes one: the model is sharded when the meshes are known.
+
+    ``path``: of the checkpoint to read, into a model that was made on meta.
+    """
     from lightning.pytorch import LightningModule
 
     class Learner(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model, self.losses = hf(), list[torch.Tensor]()
+            self.model = hf(device="cpu" if path is None else "meta")
+            self.losses = list[torch.Tensor]()
 
         def configure_model(self) -> None:
             if self.losses:
@@ -40,6 +45,8 @@ def module(sp: bool) -> Any:
                 sequence_parallel=sp,
                 prove=False,
             )
+            if path is not None:
+                tpplan.load_checkpoint(self.model, path)
             if meshes["data_parallel"].size() > 1:
                 for layer in self.model.model.layers:
                     fully_shard(layer, mesh=meshes["data_parallel"])
@@ -63,7 +70,9 @@ def dealt() -> torch.utils.data.Dataset[Any]:
     return torch.utils.data.Subset(texts, shuffled.argsort().tolist())
 
 
-def training_job(mesh: DeviceMesh, sp: bool, accumulated: int) -> Errors:
+def training_job(
+    mesh: DeviceMesh, sp: bool, accumulated: int, path: Path | None = None
+) -> Errors:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -71,7 +80,7 @@ def training_job(mesh: DeviceMesh, sp: bool, accumulated: int) -> Errors:
     os.environ.update(TORCHELASTIC_RUN_ID="0", GROUP_RANK="0")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     groups = mesh["dp"].size() if mesh.ndim > 1 else 1
-    learner = module(sp)
+    learner = module(sp, path)
     trainer = Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
@@ -101,3 +110,10 @@ def test_training(pair: Ranks, accumulated: int, sp: bool) -> None:
 @MODES
 def test_with_fsdp(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run("2x2", training_job, sp, 1))
+
+
+@MODES
+def test_from_meta(pair: Ranks, tmp_path: Path, sp: bool) -> None:
+    """What a checkpoint was read into is left to Lightning as it is: nothing of it is on meta."""
+    hf().save_pretrained(tmp_path)
+    assert not beyond(pair.run(2, training_job, sp, 1, tmp_path))
