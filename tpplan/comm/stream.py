@@ -77,6 +77,8 @@ class Stream:
         shared: what boundaries that share an input have made of it, while a rewritten module that
             runs others is called by the user; None where none is.
         started: the number of the autograd node with which the element that ran last began.
+        entered: the length of the stream in its global form that last entered a region outside of
+            the stack, which is what the region gives back.
         depth: how many modules that contain rewritten ones run their own forward.
         saves_rows: whether products keep a rank's rows of what was gathered for them.
         recomputed: forms of kernels whose results backward makes again, and products do not keep.
@@ -124,6 +126,7 @@ class Stream:
         self.parts: Parts | None = None
         self.running: tuple[str, object] | None = None
         self.started: int | None = None
+        self.entered: int | None = None
         self.depth = 0
         self.hands_on = False
         self._runs: dict[int, deque[Run]] = {}
@@ -161,7 +164,7 @@ class Stream:
     def called(self, path: str) -> Iterator[None]:
         """While the module at ``path`` runs that was called with none around it that runs."""
         self.started = start = self.now()
-        self.shared = {}
+        self.shared, self.entered = {}, None
         try:
             yield
         finally:

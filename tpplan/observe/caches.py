@@ -16,6 +16,9 @@ from tpplan.compat import is_fake
 
 _Cache = functools._lru_cache_wrapper
 _PASSED = (type, types.ModuleType, types.FunctionType, types.CodeType, str, bytes, int, float)
+# Python 3.12 begins with some hundreds of objects that are frozen; who freezes what has imported
+# torch has a hundred thousand
+_AT_START = 10_000
 _DEPTH = 6
 _known: weakref.WeakSet[_Cache[Any]] = weakref.WeakSet()
 """Caches that were met before: only calls since can have put something foreign into them."""
@@ -47,7 +50,7 @@ def only_new_searched() -> Iterator[None]:
 
     A process with torch and transformers has a million objects, and each search passes over all.
     """
-    if gc.get_freeze_count():  # within another, or the user's own, which stays
+    if gc.get_freeze_count() > _AT_START:  # within another, or the user's own, which stays
         yield
         return
     _known.update(_caches())

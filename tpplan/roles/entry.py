@@ -84,6 +84,8 @@ class Entry:
     def _entered(self, x: torch.Tensor, stream: Stream, length: int | None) -> torch.Tensor:
         if isinstance(x, DTensor):
             if stream.is_sharded(x):
+                if length is None:
+                    stream.entered = x.size(stream.dim)
                 return self._gathered(stream, stream.to_local(x), stream.dim, x.size(stream.dim))
             if not is_whole(x):
                 x = x.redistribute(placements=[Replicate()])

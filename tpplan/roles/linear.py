@@ -10,7 +10,7 @@ import torch
 from tpplan.comm import chunk, copy_in, join, reduce_out, scatter_out
 from tpplan.comm.pace import left_to_compiler
 from tpplan.comm.pieces import Projecting, product_reduced, product_scattered
-from tpplan.roles.lowered import Lowered
+from tpplan.roles.lowered import Lowered, State
 from tpplan.roles.projection import is_plain
 
 
@@ -151,10 +151,18 @@ def reduced(
     dim = min(stream.dim, partial.dim() - 2)
     shift = functools.reduce(torch.add, biases) if biases else None
     out = scatter_out(partial, dim, state.transition, shift)
-    if state.length is None:
-        # called outside the stack: whole in, whole out
-        return join(out, dim, partial.size(dim), state.transition)
-    return out
+    return _answered(state, out, dim, partial.size(dim))
+
+
+def _answered(state: State, rows: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """What a row-parallel layer gives of this rank's ``rows`` of its result."""
+    if state.length is not None:
+        return rows
+    stream = state.stream
+    if stream.entered == length and dim == stream.dim and state.inside:
+        # called outside of the stack, with the stream in its global form
+        return stream.to_global(rows, length)
+    return join(rows, dim, length, state.transition)
 
 
 def _pieces(module: Lowered, x: torch.Tensor, weight: torch.Tensor) -> int:
@@ -200,4 +208,4 @@ def _in_pieces(
     dim = min(stream.dim, x.dim() - 2)
     by = Projecting(weight, biases[0] if biases else None, state.transposed)
     out = product_scattered(x, by, dim, state.transition, pieces)
-    return out if state.length is not None else join(out, dim, x.size(dim), state.transition)
+    return _answered(state, out, dim, x.size(dim))
