@@ -103,4 +103,13 @@ def test_a_width_taken_from_the_input(sequence_parallel: bool) -> None:
 def test_rows_of_the_sequence(kind: type[Block]) -> None:
     text = refused(kind, True)
     assert "the code of layers.* has a rank's rows of the sequence" in text
-    assert "put what it does with these in a module of its own" in text
+    assert "make the stack of what runs on rows there, 'layers: layers.*.before'" in text
+    with pytest.raises(tpplan.VerificationError, match="make the stack of what runs on rows"):
+        tpplan.verify(Model(kind), plan(), tp=2, sequence_parallel=True, inputs=INPUT)
+
+
+def test_without_norms() -> None:
+    """There is nothing to make a stack of."""
+    without = {"tpplan": 1, "rules": {**RULES, "layers.*.before": "replicate"}}
+    with pytest.raises(tpplan.PlanError, match="in a module of its own"):
+        tpplan.check(Model(Block), without, 2, True, inputs=INPUT)

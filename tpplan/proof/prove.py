@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import re
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +41,7 @@ from tpplan.proof.locate import Divergence, Seen, compare, rule_near, watched
 from tpplan.proof.miniature import miniature, on_rank, unsharded
 from tpplan.proof.ranks import mean_over_ep, places_of, simulated
 from tpplan.proof.step import Result, Scene, step, worst
+from tpplan.proof.stopped import Stopped, inlined
 from tpplan.rewrite import apply
 from tpplan.rewrite.world import broadcast
 from tpplan.styles import named
@@ -103,7 +103,7 @@ def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
     small, plan, scenes, expected = _staged(model, compiled, inputs)
     try:
         found = simulated(plan, lambda mesh: _on_rank(mesh, small, plan, scenes, expected))
-    except _Stopped as stopped:
+    except Stopped as stopped:
         raise _failed(plan, stopped.path, stopped.error) from stopped.error
     except Exception as error:
         raise _failed(plan, "", error) from error
@@ -234,28 +234,11 @@ def _on_rank(
                 refused = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
                 if scene.optional and refused:  # it will not be silent
                     continue
-                raise _Stopped(_running(model, error), error) from error
+                raise Stopped.running(model, error) from error
             found = worst(due, got, rank, compiled.tp)
             if found is not None:
                 return Finding(scene, rank, *found)
     return None
-
-
-class _Stopped(Exception):
-    """What a rank raised, and in which module."""
-
-    def __init__(self, path: str, error: Exception) -> None:
-        super().__init__(path, error)
-        self.path, self.error = path, error
-
-
-def _running(model: nn.Module, error: Exception) -> str:
-    """The innermost module of whose code it was that ``error`` was raised."""
-    names = {id(module): path for path, module in model.named_modules()}
-    found = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        found = names.get(id(frame.f_locals.get("self")), found)
-    return found
 
 
 def _failed(compiled: CompiledPlan, path: str, error: Exception) -> PlanError:
@@ -266,29 +249,10 @@ def _failed(compiled: CompiledPlan, path: str, error: Exception) -> PlanError:
     where = f"{fold([path])}: " if path else ""
     ranks = compiled.tp * compiled.ep
     message = f"{where}the rewritten model fails on {ranks} ranks: {type(error).__name__}: {text}"
-    hint = _inlined(compiled, path)
+    hint = inlined(compiled, path)
     hint = hint or "'tpplan explain' says what was inferred; see also docs/proved.md"
     place = stopped_at(place_of(error))
     return PlanError([Diagnostic(message, rule.position, hint, place, (path,))])
-
-
-def _inlined(compiled: CompiledPlan, path: str) -> str | None:
-    """Of code of the stack that calls projections itself: it has rows, and they give all."""
-    elements = [p for p, m in compiled.modules.items() if m.element is not None]
-    for around in (path, path.rpartition(".")[0]) if compiled.sequence_parallel else ():
-        made = [
-            p
-            for p, m in compiled.modules.items()
-            if m.boundaries and named(m.style).columns and p and p.rpartition(".")[0] == around
-        ]
-        if made and any(around == p or around.startswith(f"{p}.") for p in elements):
-            return (
-                f"under sequence parallelism the code of {fold([around])} has a rank's rows of the "
-                f"sequence, and {fold(made)} give all of them: put what it does with these in a "
-                "module of its own, which is given what they are given, or turn "
-                "sequence_parallel off"
-            )
-    return None
 
 
 def _departed(
@@ -331,7 +295,7 @@ def _departed(
         f"{where}on {ranks} ranks it computes something else than whole: {what} "
         f"differs {finding.scene.what}, on rank {finding.rank}"
     )
-    hint = _inlined(compiled, path) or (
+    hint = inlined(compiled, path) or (
         "its code does with a rank's part what needs the whole, or the plan cuts it otherwise than "
         f"the code does; leave it out of the plan, or say '{REPLICATE.name}'; see docs/proved.md"
     )

@@ -20,6 +20,7 @@ from tpplan.observe.grouped import InAnyPrecision
 from tpplan.observe.shadow import Call
 from tpplan.proof.calls import other_batch
 from tpplan.proof.step import outputs_of
+from tpplan.proof.stopped import Stopped
 from tpplan.rewrite import apply
 from tpplan.simulate.recorder import Recorder
 from tpplan.simulate.steps import PHASES, counts
@@ -146,16 +147,23 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 
 
 def run_rank(mesh: DeviceMesh, reference: Reference, compiled: CompiledPlan) -> Outcome:
-    """One rank: rewrite a copy, run it forward and backward, compare."""
+    """One rank: rewrite a copy, run it forward and backward, compare.
+
+    Raises:
+        Stopped: where the model's code does.
+    """
     reference = reference.on(places_of(mesh, compiled)[0])
     model = copy.deepcopy(reference.model)
     model.zero_grad(set_to_none=True)
     apply(model, compiled, mesh, src_data_rank=None, outside=False)
     recorder = Recorder()
-    with recorder:
-        outputs = results(model, reference.call)
-    with recorder, recorder.during("backward"):
-        backward(outputs, reference.seed)
+    try:
+        with recorder:
+            outputs = results(model, reference.call)
+        with recorder, recorder.during("backward"):
+            backward(outputs, reference.seed)
+    except Exception as error:
+        raise Stopped.running(model, error) from error
     output_error = float("inf")
     if len(outputs) == len(reference.outputs):
         pairs = zip(reference.outputs, outputs, strict=True)

@@ -36,6 +36,7 @@ from tpplan.proof.ranks import (
     with_batches,
 )
 from tpplan.proof.rounding import own_rounding
+from tpplan.proof.stopped import Stopped, inlined
 from tpplan.rewrite import idle
 from tpplan.simulate.steps import PHASES
 from tpplan.styles import named
@@ -317,11 +318,16 @@ def _mode(compiled: CompiledPlan) -> str:
 
 
 def _failed(compiled: CompiledPlan, error: Exception) -> VerificationError:
+    path = ""
+    if isinstance(error, Stopped):
+        path, error = error.path, error.error
+    cure = inlined(compiled, path)
     notes = "; ".join(getattr(error, "__notes__", ()))
     where = f" ({notes})" if notes else ""
     text = str(error).strip().splitlines() or [""]
     message = (
         f"{_mode(compiled)}: the sharded model fails{where}: {type(error).__name__}: {text[0]}"
+        f"{'' if cure is None else f'. Help: {cure}'}"
     )
     return VerificationError(message)
 
