@@ -52,6 +52,7 @@ class Block:
         alone: modules that can be called on their own: they are given whole tensors and answer so.
         parts: column-parallel layers in them, whose own answer is this rank's columns.
         call: inputs of a batch, a length and a seed.
+        layers: the stack, where it is not what is around the row-parallel layers.
     """
 
     make: Callable[[], nn.Module]
@@ -59,11 +60,13 @@ class Block:
     alone: tuple[str, ...]
     parts: tuple[str, ...] = ()
     call: Callable[[int, int, int], Call] = hidden
+    layers: str | None = None
 
     @property
     def plan(self) -> dict[str, Any]:
         """The plan as a mapping."""
-        return {"tpplan": 1, "rules": dict(self.rules)}
+        stack = {} if self.layers is None else {"layers": self.layers}
+        return {"tpplan": 1, **stack, "rules": dict(self.rules)}
 
 
 class MLPLayer(Layer):
@@ -160,6 +163,26 @@ class Conditions(Stack):
 
     def forward(self, x: torch.Tensor, *more: Any) -> Any:
         return super().forward(x, self.embed(x[:, 0]), *more)
+
+
+class Inlined(Layer):
+    """Attention and an MLP in the layer's own code, which takes sizes from the stream."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.count = WIDTH // HEAD
+        self.first, self.second = RMSNorm(WIDTH, 1e-3), RMSNorm(WIDTH, 1e-3)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.fc, self.out = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def inside(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        b, t, _ = x.size()
+        y = self.first(x)
+        q, k, v = (
+            f(y).view(b, t, self.count, HEAD).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        x = x + self.o(attend(q, k, v))
+        return self.out(F.gelu(self.fc(self.second(x))))
 
 
 class Transposed(MLP):
@@ -526,6 +549,17 @@ BLOCKS: Mapping[str, Block] = {
         Conditions,
         {**MLP_RULES, "layers.*.ada": "replicate", "embed": "replicate"},
         MLP_ALONE,
+    ),
+    "in the layers' own code": Block(
+        lambda: Stack(Inlined),
+        {
+            "layers.*.{first,second}": "sequence_parallel",
+            "layers.*.{q,k,v,fc}": "colwise",
+            "layers.*.{o,out}": "rowwise",
+        },
+        (FIRST, f"{FIRST}.first"),
+        (f"{FIRST}.q",),
+        layers="layers.*.{first,second}",
     ),
     "shared key-value heads": _attention(lambda i: Attention(2 * HEAD)),
     "vocabulary": Block(

@@ -70,9 +70,7 @@ def dealt() -> torch.utils.data.Dataset[Any]:
     return torch.utils.data.Subset(texts, shuffled.argsort().tolist())
 
 
-def training_job(
-    mesh: DeviceMesh, sp: bool, accumulated: int, path: Path | None = None
-) -> Errors:
+def training_job(mesh: DeviceMesh, sp: bool, accumulated: int, path: Path | None = None) -> Errors:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
 

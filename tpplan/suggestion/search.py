@@ -93,6 +93,17 @@ class Search:
         patterns = patterns_of({p: d for p, d in elements.items() if p in self.known}, self.names)
         if len(patterns) == 1:
             yield {"layers": patterns[0][0]}
+        rows = self._rows_of_layers(elements)
+        patterns = patterns_of({p: d for p, d in rows.items() if p in self.known}, self.names)
+        if len(patterns) == 1:
+            yield {"layers": patterns[0][0]}
+
+    def _rows_of_layers(self, elements: Iterable[str]) -> dict[str, Decision]:
+        """What runs on rows in layers whose own code calls projections, and needs all rows then."""
+        styled = [(path, named(d.style)) for path, d in self.decisions().items()]
+        calling = {p.rpartition(".")[0] for p, style in styled if style.columns}
+        calling.intersection_update(elements)
+        return {p: WHOLE for p, style in styled if style.rows and p.rpartition(".")[0] in calling}
 
     def decisions(self) -> dict[str, Decision]:
         """Path -> its rule, for the whole model, in the order of its modules."""
