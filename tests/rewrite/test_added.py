@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
+from torch.nn.utils import parametrize
 
-from tests.compare import Errors, Findings, beyond, same
+import tpplan
+from tests.compare import Errors, Findings, beyond, compare_gradients, error, same
+from tests.models import weighed
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
-from tests.rewrite.life import TIGHT, WIDTH, alike, built, sharded
+from tests.rewrite.life import TIGHT, WIDTH, alike, built, ids, sharded
 
 
 class Beside(nn.Module):
@@ -41,6 +48,152 @@ def added_job(mesh: DeviceMesh, sp: bool, frozen: bool) -> Errors:
         found.add("named", same("layers.0.norms.0.weight: this parameter was added" in str(error)))
         found.add("refused", same(sp and not frozen))
     return found.errors
+
+
+def _on_a_norm(model: Any) -> None:
+    norm = model.layers[0].norms[0]
+    norm.gamma = nn.Parameter(torch.full((WIDTH,), 0.5, dtype=torch.float64))
+    norm.register_forward_hook(lambda module, given, out: out * module.gamma)
+
+
+def _beside_a_norm(model: Any) -> None:
+    norms = model.layers[0].norms
+    norms[0] = Beside(norms[0])
+
+
+def _refused(run: Callable[[], object], name: str) -> float:
+    try:
+        run()
+    except RuntimeError as error:
+        return same(f"layers.0.norms.0.{name}: this parameter was added" in str(error))
+    return same(False)
+
+
+def ways_job(mesh: DeviceMesh) -> Errors:
+    """On a module that has its own, in a graph, and where FSDP2 takes it for one of the model's."""
+    found = Findings()
+    own = mesh["tp"]
+    model = sharded(built(), own, True)
+    _on_a_norm(model)
+    found.add("on a module", _refused(lambda: model(ids(3)), "gamma"))
+
+    model = sharded(built(), own, True)
+    _beside_a_norm(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    found.add("in a graph", _refused(lambda: compiled(ids(3)), "weight"))
+
+    model = sharded(built(), mesh, True)
+    _beside_a_norm(model)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    found.add("fully_shard", _refused(lambda: model(ids(3)), "weight"))
+    model = sharded(built(), mesh, True)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    model(ids(3)).sum().backward()
+    return found.errors
+
+
+@pytest.mark.parametrize("shape", ["1x4", "2x2"])
+@pytest.mark.turns(8)
+def test_ways(ranks: Ranks, shape: str) -> None:
+    assert not beyond(ranks.run(shape, ways_job))
+
+
+class LowRank(nn.Module):
+    """A weight and a product of two small matrices."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        out, width = weight.shape
+        self.a, self.b = (
+            nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64))
+            for shape in ((2, width), (out, 2))
+        )
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.b @ self.a
+
+
+def parametrized_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """A parametrization of what is sharded meets whole weights; its own parameters are trained."""
+    reference = built()
+    model = sharded(reference, mesh, sp)
+    for m in (reference, model):
+        up = m.layers[0].up
+        parametrize.register_parametrization(up, "weight", LowRank(up.weight), unsafe=True)
+    return alike(reference, model)
+
+
+@SIZES
+@MODES
+@pytest.mark.turns(8)
+def test_parametrized(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, parametrized_job, sp), TIGHT)
+
+
+class Scaled(nn.Module):
+    """A layer whose scales are held by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(WIDTH))])
+        self.held = nn.Module()
+        self.held.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scales[0] * self.held.scale * self.down(self.up(x).tanh())  # type: ignore[no-any-return]
+
+
+LENT: dict[str, Any] = {
+    "tpplan": 1,
+    "rules": {
+        "*.up": "colwise",
+        "*.down": "rowwise",
+        "*.scales.*": "replicate",
+        "*.held.*": "replicate",
+    },
+}
+
+
+def replaced_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Parameters that other code reads are replaced, for good and for one call."""
+    found = Findings()
+    torch.manual_seed(0)
+    reference = nn.Sequential(Scaled(), Scaled()).double()
+    x = torch.randn(2, 7, WIDTH, dtype=torch.float64)
+    model = tpplan.parallelize(
+        copy.deepcopy(reference), LENT, mesh, sequence_parallel=sp, inputs=x, prove=False
+    )
+    for m in (reference, model):
+        first: Any = m[0]
+        first.scales[0] = nn.Parameter(torch.full((WIDTH,), 0.5, dtype=torch.float64))
+        first.held.scale = nn.Parameter(torch.full((WIDTH,), 0.7, dtype=torch.float64))
+    for turn in range(2):
+        weighed(reference(x)).backward()
+        weighed(model(x)).backward()
+        found.add(f"step {turn}", compare_gradients(reference, model))
+    once = {
+        "1.held.scale": torch.full((WIDTH,), 0.3, dtype=torch.float64, requires_grad=True),
+        "1.scales.0": torch.full((WIDTH,), 0.2, dtype=torch.float64, requires_grad=True),
+    }
+    due = torch.autograd.grad(weighed(functional_call(reference, once, x)), list(once.values()))
+    got = torch.autograd.grad(weighed(functional_call(model, once, x)), list(once.values()))
+    for name, one, other in zip(once, due, got, strict=True):
+        found.add(f"{name} of one call", error(one, other))
+    found.add("read", same(model[0].held.scale.shape == (WIDTH,)))  # type: ignore[index, union-attr]
+    return found.errors
+
+
+@SIZES
+@MODES
+@pytest.mark.turns(8)
+def test_replaced_where_others_read(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, replaced_job, sp), TIGHT)
 
 
 @SIZES

@@ -46,13 +46,14 @@ class Lent(Lowered):
     def __getattr__(self, name: str) -> Any:
         held = super().__getattr__(name)
         state = vars(self).get("_tpplan")
-        if state is None or name not in state.own.names or not isinstance(held, DTensor):
+        if state is None or name not in state.own.names or not isinstance(held, torch.Tensor):
             return held
-        if held.device_mesh != state.transition.group.mesh or state.alone:
-            return held  # the user's, who reads a DTensor
+        elsewhere = isinstance(held, DTensor) and held.device_mesh != state.transition.group.mesh
+        if elsewhere or state.alone:
+            return held  # the user's, who reads a DTensor, or what was put in its place
         return self._lend(name, held)
 
-    def _lend(self, name: str, held: DTensor) -> torch.Tensor:
+    def _lend(self, name: str, held: torch.Tensor) -> torch.Tensor:
         """What others compute with: what the module itself does."""
         return self._locals()[self._tpplan.own.names.index(name)]
 
@@ -60,7 +61,9 @@ class Lent(Lowered):
 class Table(Lent):
     """Holds rows of a vocabulary."""
 
-    def _lend(self, name: str, held: DTensor) -> torch.Tensor:
+    def _lend(self, name: str, held: torch.Tensor) -> torch.Tensor:
+        if not isinstance(held, DTensor):
+            return held
         if torch.compiler.is_compiling():
             return held.full_tensor()
         read = compat.dtensor(compat.local_of(held), compat.spec_of(held), Read)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan import compat
-from tpplan.comm import Site, split
+from tpplan.comm import Group, Site, split
 from tpplan.comm.agreement import require_same_inputs
 from tpplan.comm.conjugates import join
 from tpplan.comm.placements import is_cut
@@ -77,6 +77,8 @@ class Container(Lowered):
             )
         if not torch.compiler.is_compiling():
             self._check(args, kwargs)
+        elif stream.sequence_parallel and torch.is_grad_enabled():
+            _require_none_added(self, stream.group)
         if stream.moved():
             for _, own in members_of(self):
                 own.drop()
@@ -118,7 +120,7 @@ class Container(Lowered):
         if not state.schedule.due((self.training, torch.is_grad_enabled(), one)):
             return
         if stream.sequence_parallel and torch.is_grad_enabled():
-            _require_none_added(self)
+            _require_none_added(self, stream.group)
         site = Site(state.plan.path, "inputs of the ranks, compared", phase="startup")
         draws = self.training and draws_in_training(self)
         require_same_inputs(
@@ -142,22 +144,37 @@ class Container(Lowered):
         return x.full_tensor()
 
 
-def _require_none_added(container: nn.Module) -> None:
+def _require_none_added(container: nn.Module, group: Group) -> None:
     """That what is to be trained in the layers, where each rank has its rows, was in the plan."""
     for element in container.modules():
         if not isinstance(element, InStack):
             continue
+        computed: set[nn.Module] = set()  # parametrizations of what is sharded meet whole weights
         for path, module in element.named_modules():
+            own: tuple[str, ...] = ()
             if isinstance(module, Lowered):
-                continue  # which uses, or refuses, what is put in the place of its own
+                # which uses, or refuses, what is put in the place of its own
+                own = module._tpplan.own.names
+                tables = getattr(module, "parametrizations", {})
+                computed.update(m for name in own if name in tables for m in tables[name].modules())
+            if module in computed:
+                continue
             for leaf, p in module.named_parameters(recurse=False):
-                if p.requires_grad and not isinstance(p, DTensor):
-                    name = f"{element._tpplan.plan.path}.{path}.{leaf}"
+                if p.requires_grad and leaf not in own and not _is_over(p, group):
+                    name = ".".join(filter(None, (element._tpplan.plan.path, path, leaf)))
                     raise RuntimeError(
                         f"{name}: this parameter was added after tpplan.parallelize, and under "
                         "sequence parallelism each rank would have a part of its gradient: add it "
                         "before"
                     )
+
+
+def _is_over(parameter: torch.Tensor, group: Group) -> bool:
+    """Whether the ranks share it; FSDP2 has others share it too."""
+    if not isinstance(parameter, DTensor):
+        return False
+    mesh = parameter.device_mesh
+    return any(mesh.get_group(i).group_name == group.name for i in range(mesh.ndim))
 
 
 def _converted(value: Any, convert: Callable[[DTensor], torch.Tensor]) -> Any:
