@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tpplan
 from tests.gpt import GPT
 from tests.models import hf
+from tests.planner import inlined
 from tests.ranks import Ranks
 from tests.suggestion.odd import Model, Short, Sorted, Zag
 from tpplan.cli import main
@@ -78,6 +79,14 @@ def test_nothing_hangs_on_names() -> None:
     assert verified(model, plan) < 0.56
     # the embedding, and one for each layer: its attention and MLP are reduced together
     assert tpplan.verify(model, plan, 2).counts["forward"]["all_reduce"] == 3
+
+
+def test_layers_whose_own_code_takes_sizes_from_the_stream() -> None:
+    model = inlined.Model(inlined.OfAttributes)
+    plan = tpplan.suggest(model, tp=2, inputs=inlined.INPUT)
+    assert plan.text is not None
+    assert "TP and TP+SP" in plan.text
+    assert "layers: layers.*.before" in plan.text
 
 
 def test_a_short_convolution_of_channels() -> None:
