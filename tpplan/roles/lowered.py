@@ -65,6 +65,7 @@ class State:
         schedule: when the ranks compare what it is called with.
         within_own: whether it was called while the rank drew from its own random sequence.
         apart: whether the parameters inside it have been given a graph node each.
+        on_locals: whether the module has local tensors in the places of its parameters now.
         watched: the hooks of what is reduced together in it, found when first needed.
     """
 
@@ -89,6 +90,7 @@ class State:
         self.schedule = Schedule()
         self.within_own = False
         self.apart = False
+        self.on_locals = False
         self.watched: tuple[Sequence[Any] | Mapping[Any, Any], ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
@@ -220,13 +222,16 @@ class LocalParameters(Lowered):
         return self._tpplan_on_locals(*args, **kwargs)
 
     def _tpplan_on_locals(self, *args: Any, **kwargs: Any) -> Any:
-        own, names = self._parameters, self._tpplan.own.names
+        own, state = self._parameters, self._tpplan
+        names, outside = state.own.names, state.on_locals
         outer = [own[name] for name in names]
         for name, local in zip(names, self._locals(), strict=True):
             own[name] = local  # type: ignore[assignment]
+        state.on_locals = True
         try:
             return super().forward(*args, **kwargs)
         finally:
+            state.on_locals = outside
             for name, parameter in zip(names, outer, strict=True):
                 own[name] = parameter
 

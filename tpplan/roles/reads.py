@@ -49,8 +49,9 @@ class Lent(Lowered):
         if state is None or name not in state.own.names or not isinstance(held, torch.Tensor):
             return held
         elsewhere = isinstance(held, DTensor) and held.device_mesh != state.transition.group.mesh
-        if elsewhere or state.alone:
-            return held  # the user's, who reads a DTensor, or what was put in its place
+        if elsewhere or state.alone or state.on_locals:
+            # what the user reads, put there or not, and what the module itself runs with
+            return held
         return self._lend(name, held)
 
     def _lend(self, name: str, held: torch.Tensor) -> torch.Tensor:
