@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import tpplan
 from tests.models import hf
 from tpplan.cli import main
+from tpplan.options import inputs_of
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +127,38 @@ def test_check_by_class_with_an_input(config: str, capsys: pytest.CaptureFixture
     code, out, err = run(capsys, *line.split())
     assert (code, err) == (0, "")
     assert out.startswith("llama.yaml: fits this model")
+
+
+class TwoTables(nn.Module):
+    """Few ids, and fewer kinds of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.kinds = nn.Embedding(24, 8), nn.Embedding(2, 8)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 24)
+
+    def forward(self, words: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        x = self.words(words) + self.kinds(kinds)
+        out: torch.Tensor = self.head(x + self.down(self.up(x).relu()))
+        return out
+
+
+def test_integers_of_inputs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """They are ids of the model, or less than what is said."""
+    plan = tmp_path / "two.yaml"
+    rules = "words: vocab", "kinds: replicate", "up: colwise", "down: rowwise", "head: vocab"
+    plan.write_text("\n  ".join(["tpplan: 1\nrules:", *rules]))
+    line = f"check {plan} --model {__name__}:TwoTables --no-sequence-parallel"
+    code, out, err = run(
+        capsys, *line.split(), "--input", "words:int64[2,8]", "--input", "kinds:int64[2,8]:2"
+    )
+    assert (code, out, err) == (0, "two.yaml: fits this model at tp 2, TP\n", "")
+    code, _, err = run(capsys, *line.split(), "--input", "words:int64[2,8]:0")
+    assert code == 2
+    assert "kinds:int64[2,13]:2" in err
+    assert {*inputs_of(["k:int64[99]:2"])["k"].tolist()} == {0, 1}
+    assert {*inputs_of(["k:int64[999]"], ids=4)["k"].tolist()} == {1, 2, 3}
+    assert {*inputs_of(["k:int64[9]:1"])["k"].tolist()} == {0}
 
 
 def test_diff_shows_the_second_beside_the_first(

@@ -253,6 +253,12 @@ def _shown(result: Any, layout: Callable[[Any], Any], file: str | None) -> int:
     return FINE
 
 
+def _inputs(args: argparse.Namespace, model: Any) -> Any:
+    from tpplan.proof.calls import vocabulary_of
+
+    return inputs_of(args.input, vocabulary_of(model))
+
+
 def _check(args: argparse.Namespace) -> int:
     if args.model is None:
         plan = load_plan(args.plan)
@@ -262,7 +268,8 @@ def _check(args: argparse.Namespace) -> int:
         from tpplan.api import check
         from tpplan.models import build
 
-        model, inputs = build(args.model), inputs_of(args.input)
+        model = build(args.model)
+        inputs = _inputs(args, model)
         progress.say(f"proving {args.plan} on it at tp {args.tp}")
         how = args.plan, args.tp, args.sequence_parallel
         compiled = check(model, *how, ep=args.ep, inputs=inputs, propose=True, told=progress.say)
@@ -289,7 +296,7 @@ def _verify(args: argparse.Namespace) -> int:
             save=args.save,
             recompute=args.recompute,
             overlap=args.overlap,
-            inputs=inputs_of(args.input),
+            inputs=_inputs(args, model),
             processes=args.processes,
         )
     print(*filter(None, (note, describe(result))), sep="\n")
@@ -305,7 +312,7 @@ def _suggest(args: argparse.Namespace) -> int:
         found = find(
             model,
             args.tp,
-            inputs_of(args.input),
+            _inputs(args, model),
             batch=args.batch,
             seq=args.seq,
             hardware=args.hardware,
@@ -329,7 +336,7 @@ def _explain(args: argparse.Namespace) -> int:
 
         model = build(args.model)
         progress.say(f"compiling {args.plan} onto it")
-        plan, inputs = load_plan(args.plan, model), inputs_of(args.input)
+        plan, inputs = load_plan(args.plan, model), _inputs(args, model)
         compiled = compile_plan(model, plan, args.tp, args.sequence_parallel, inputs=inputs)
     try:
         print(explain(model, compiled, args.path))

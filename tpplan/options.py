@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     import torch
 
 EITHER = argparse.BooleanOptionalAction  # --x and --no-x
-_INPUT = re.compile(r"(?P<name>[A-Za-z_]\w*):(?P<dtype>[a-z0-9]+)\[(?P<shape>[0-9, ]*)\]")
+_INPUT = re.compile(
+    r"(?P<name>[A-Za-z_]\w*):(?P<dtype>[a-z0-9]+)\[(?P<shape>[0-9, ]*)\](:(?P<below>[1-9]\d*))?"
+)
 
 
-def inputs_of(texts: Sequence[str]) -> dict[str, torch.Tensor] | None:
+def inputs_of(texts: Sequence[str], ids: int | None = None) -> dict[str, torch.Tensor] | None:
     """Tensors by name, of texts as in ``input_ids:int64[2,13]``; None where there are none.
 
-    Integers are small, and so valid ids.
+    Args:
+        ids: how many the model knows, if any: integers are less than that and 100, or less than
+            what the text says at its end (``kinds:int64[2,13]:2``).
 
     Raises:
         ValueError: where a text is none of these.
@@ -36,7 +40,10 @@ def inputs_of(texts: Sequence[str]) -> dict[str, torch.Tensor] | None:
         match = _INPUT.fullmatch(text)
         dtype = None if match is None else getattr(torch, match["dtype"], None)
         if match is None or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"--input '{text}': write it as in input_ids:int64[2,13]")
+            raise ValueError(
+                f"--input '{text}': write it as in input_ids:int64[2,13], or in "
+                "kinds:int64[2,13]:2 where they are to be less than 2"
+            )
         shape = [int(n) for n in match["shape"].split(",") if n.strip()]
         generator = torch.Generator().manual_seed(0)
         if dtype.is_floating_point:
@@ -44,7 +51,9 @@ def inputs_of(texts: Sequence[str]) -> dict[str, torch.Tensor] | None:
         elif dtype == torch.bool:
             value = torch.ones(shape, dtype=dtype)
         else:
-            value = torch.randint(1, 100, shape, generator=generator).to(dtype)
+            below = int(match["below"] or min(ids or 100, 100))
+            least = 0 if match["below"] else min(1, below - 1)  # which may be padding
+            value = torch.randint(least, below, shape, generator=generator).to(dtype)
         found[match["name"]] = value
     return found or None
 
@@ -85,7 +94,8 @@ def weighed_for(sub: argparse.ArgumentParser) -> None:
 
 
 def example_inputs(sub: argparse.ArgumentParser) -> None:
-    said = "an input of the model, as in input_ids:int64[2,13]; may be given several times"
+    said = "an input of the model, as in input_ids:int64[2,13], or kinds:int64[2,13]:2 of integers"
+    said += " less than 2; may be given several times"
     form = "NAME:DTYPE[SHAPE]"
     sub.add_argument("--input", action="append", default=[], metavar=form, help=said)
 

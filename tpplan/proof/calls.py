@@ -13,10 +13,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tpplan.observe.shadow import Call
 
 
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many ids a model knows, as its config or else its first table says; None: no table."""
+    tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+    return getattr(getattr(model, "config", None), "vocab_size", None) or next(tables, None)
+
+
 def random_ids(model: nn.Module, call: Call, generator: torch.Generator) -> Call:
     """``call`` with random numbers, and ids that the model knows, for its zeros."""
-    tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
-    vocab = getattr(getattr(model, "config", None), "vocab_size", None) or next(tables, 2)
+    vocab = vocabulary_of(model) or 2
 
     def drawn(x: torch.Tensor) -> torch.Tensor:
         if x.is_floating_point():
