@@ -172,9 +172,10 @@ DrawnFor = Literal["region", "stream", "whole", "mixed"]
 
 @dataclass(frozen=True)
 class WidthNorm:
-    """An RMSNorm over a width that is sharded.
+    """An RMSNorm or LayerNorm over a width that is sharded.
 
     Attributes:
+        centred: whether it takes the mean away, as LayerNorm.
         offset: whether its scale is stored less one.
         gated: how it gates, if it does; takes: its arguments then, what it normalises and the gate.
     """
@@ -182,6 +183,7 @@ class WidthNorm:
     width: int
     eps: float
     offset: bool
+    centred: bool = False
     gated: GatedForm | None = None
     takes: tuple[Argument, Argument] | None = None
 

@@ -246,7 +246,8 @@ class NormedWidth(Attention):
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.q_norm, self.k_norm = (RMSNorm(WIDTH, 10.0 ** -(3 + index)) for _ in range(2))
+        eps = 10.0 ** -(3 + index)
+        self.q_norm, self.k_norm = RMSNorm(WIDTH, eps), nn.LayerNorm(WIDTH, eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k = heads(self.q_norm(self.q(x))), heads(self.k_norm(self.k(x)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.planner.helpers import INNER, WIDTH, Stack, refused, wrong
+import tpplan
+from tests.planner.helpers import INNER, WIDTH, Layer, Stack, plan, refused, stream, wrong
 
 HEADS, DIM = 4, 4
 
@@ -72,6 +74,68 @@ class Interleaved(nn.Module):
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 def test_a_norm_over_every_other_column(sp: bool, tp: int) -> None:
     assert not wrong(Stack(lambda _: Interleaved()), {"layers.*.norm": "colwise"}, sp, tp)
+
+
+class Centred(Layer):
+    """A norm over the columns whose mean is far from zero, beside their deviations."""
+
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.norm = norm()
+        with torch.no_grad():
+            self.fc.bias.add_(300.0)
+
+    def between(self, y: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(y)
+        return out
+
+
+class HalfCentred(Layer):
+    """A norm of one half of the columns, which gates the other (gMLP's, without its positions)."""
+
+    def __init__(self) -> None:
+        super().__init__(2 * INNER, INNER)
+        self.norm = nn.LayerNorm(INNER)
+
+    def between(self, y: torch.Tensor) -> torch.Tensor:
+        kept, gate = y.chunk(2, -1)
+        out: torch.Tensor = kept * self.norm(gate)
+        return out
+
+
+CENTRED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "scaled and shifted": (lambda: Centred(lambda: nn.LayerNorm(INNER)), {}),
+    "scaled": (lambda: Centred(lambda: nn.LayerNorm(INNER, 1e-3, bias=False)), {}),
+    "neither": (lambda: Centred(lambda: nn.LayerNorm(INNER, elementwise_affine=False)), {}),
+    "squares alone": (lambda: Centred(lambda: nn.RMSNorm(INNER, 1e-3, False)), {}),
+    "of a half": (HalfCentred, {"layers.*.fc": {"style": "colwise", "packed": ["kept", "gate"]}}),
+}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+@pytest.mark.parametrize("kind", CENTRED)
+@pytest.mark.turns(4)
+def test_layer_norms_over_the_width(sp: bool, tp: int, kind: str) -> None:
+    make, rules = CENTRED[kind]
+    assert not wrong(Stack(lambda _: make()), {"layers.*.norm": "colwise", **rules}, sp, tp)
+
+
+def test_a_large_mean_costs_no_digits() -> None:
+    """In float32, where squares less the square of the mean would have none left."""
+    model = Stack(lambda _: Centred(lambda: nn.LayerNorm(INNER)))
+    found = tpplan.verify(model, plan({"layers.*.norm": "colwise"}), 4, inputs=stream().float())
+    assert all(check.output_error < 1e-5 for check in found.checks), found.checks
+
+
+def test_what_a_layer_norm_over_the_width_sends() -> None:
+    model = Stack(lambda _: Centred(lambda: nn.LayerNorm(INNER)))
+    report = tpplan.dry_run(model, plan({"layers.*.norm": "colwise"}), tp=2, inputs=stream())
+    sent = [c for c in report.collectives if c.module == "layers.0.norm"]
+    assert [(c.phase, c.kind, c.reason) for c in sent] == [
+        ("forward", "all_gather", "means and squares over the sharded width"),
+        ("backward", "reduce_scatter", "gradients of means and squares"),
+    ]
 
 
 class Halves(Interleaved):

@@ -82,7 +82,7 @@ class _Probe:
                     if not fits or self._serves():
                         return None
                     takes = self.call.arguments[x][0], self.call.arguments[gate][0]
-                    return WidthNorm(self.width, eps, offset, form, takes)
+                    return WidthNorm(self.width, eps, offset, gated=form, takes=takes)
         except Exception:  # code that minds its dtype, or the sizes
             return None
         return None

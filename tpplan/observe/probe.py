@@ -43,7 +43,7 @@ class Finding:
         mixes: its result at one position depends on other positions, or on which it is.
         kind: "layer_norm" or "rms_norm" where it computes one, else None.
         form: how exactly, if a kernel computes the very same; else None.
-        offset, eps: of a norm, as in its form.
+        offset, eps: of a norm, as in its form; scaled: whether it has a scale.
         exact: whether it is that norm to the last digits, gradients included.
         fails: why it could not be run on random numbers.
     """
@@ -53,6 +53,7 @@ class Finding:
     form: NormForm | None = None
     offset: bool = False
     eps: float = 0.0
+    scaled: bool = True
     exact: bool = False
     fails: str | None = None
 
@@ -213,23 +214,28 @@ def _norm(
     exact = all(_exactly(twin.train(mode), run, x, kind, offset, eps) for mode in modes)
     with torch.no_grad():
         form = _form(twin_of(module, torch.float32).eval(), run, x.float(), kind, offset, eps)
-    return replace(
-        found, kind=kind, form=form if exact else None, offset=offset, eps=eps, exact=exact
-    )
+    scaled = bool(_vectors(twin, x))
+    found = replace(found, kind=kind, offset=offset, eps=eps, scaled=scaled, exact=exact)
+    return replace(found, form=form if exact else None)
 
 
 def _kind(module: nn.Module, x: torch.Tensor, result: torch.Tensor) -> tuple[str | None, bool]:
     """Which norm ``module`` is: of its parameters, the first scales and a second one shifts."""
-    vectors = [p for p in module.parameters() if p.shape == x.shape[-1:]]
-    if not isinstance(result, torch.Tensor) or not 1 <= len(vectors) <= 2:
+    vectors = _vectors(module, x)
+    if not isinstance(result, torch.Tensor) or len(vectors) > 2:
         return None, False
-    scale, shift = vectors[0], vectors[1] if len(vectors) == 2 else 0.0
+    scale, shift = (*vectors, *(1.0, 0.0)[len(vectors) :])
     for kind in ("layer_norm", "rms_norm"):
         # some models keep the scale as an offset from one
         for offset, factor in ((False, scale), (True, 1 + scale)):
             if _equal(result, _unit(x, kind, 0.0) * factor + shift, 1e-3):
                 return kind, offset
     return None, False
+
+
+def _vectors(module: nn.Module, x: torch.Tensor) -> list[nn.Parameter]:
+    """What may scale and shift ``x``, if anything does."""
+    return [p for p in module.parameters() if p.shape == x.shape[-1:]]
 
 
 def _unit(x: torch.Tensor, kind: str, eps: float) -> torch.Tensor:
@@ -242,9 +248,10 @@ def _eps(module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool) 
 
     The module states it under one of many names: its attribute that is nearest is taken.
     """
-    weight, *shift = (p for p in module.parameters() if p.shape == x.shape[-1:])
+    vectors = _vectors(module, x)
+    weight, shift = (*vectors, *(1.0, 0.0)[len(vectors) :])
     small = x * 1e-3
-    result = run(module, small) - (shift[0] if shift else 0.0)
+    result = run(module, small) - shift
     if kind == "layer_norm":
         small = small - small.mean(-1, keepdim=True)
     root = (small * (1 + weight if offset else weight)).abs().sum(-1) / result.abs().sum(-1)
@@ -257,10 +264,10 @@ def _exactly(
     module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool, eps: float
 ) -> bool:
     """Whether the module is the norm of that formula, gradients included."""
-    vectors = [p for p in module.parameters() if p.shape == x.shape[-1:]]
+    vectors = _vectors(module, x)
     if len(vectors) != len(list(module.parameters())):
         return False
-    scale, shift = vectors[0], vectors[1] if len(vectors) == 2 else 0.0
+    scale, shift = (*vectors, *(1.0, 0.0)[len(vectors) :])
     cotangent = _random(x.dtype, *x.shape).flip(-1)
     for given in (x, x - 1, x * 1e-3):
         with torch.enable_grad():
@@ -281,6 +288,8 @@ def _form(
 ) -> NormForm | None:
     """The form in which the kernel's formula answers as ``module`` does, also in bfloat16."""
     own = {name: p for name, p in module.named_parameters() if p.shape == x.shape[-1:]}
+    if not own:
+        return None  # kernels scale
     if any("." in name for name in own) or len(own) != len(list(module.parameters())):
         return None
     names = (*own, None)[:2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import functools
 from collections.abc import Iterable, Mapping
 
@@ -254,24 +255,23 @@ class Outcome:
         return infer.carrying(self.trace, path) if style.rows or style.apart else None
 
     def width_norm(self, path: str) -> WidthNorm | None:
-        """An RMSNorm of the very columns that a column-parallel layer makes, shown by numbers."""
+        """A norm of the very columns that a column-parallel layer makes, shown by numbers."""
         if path in self.gated:
             return self.gated[path]
         finding = self.probed.get(path)
         if not self.styles.get(path, NONE).columns or finding is None or not finding.exact:
             return None
-        if finding.kind != "rms_norm":
+        if finding.kind is None:
             return None
-        (weight,) = (p for p in self.model.get_submodule(path).parameters())
-        width = int(weight.shape[0])
         call = next(c for c in self.trace.calls if c.path == path)
-        # not of each head by itself, which has all of the columns that it needs
         shapes, (given, *_) = self.trace.shapes, call.arguments
+        width, centred = shapes[given][-1], finding.kind == "layer_norm"
+        # not of each head by itself, which has all of the columns that it needs
         made = {c.path: shapes[c.outputs[0]] for c in self.trace.calls if c.outputs}
         for source in infer.sources(self.trace, call, self.styles):
-            columns = source in self.sizes.columns and len(made[source]) == len(shapes[given])
-            if columns and shapes[given][-1] == width:
-                return WidthNorm(width, finding.eps, finding.offset)
+            rows = (math.prod(shape[:-1]) for shape in (made[source], shapes[given]))
+            if source in self.sizes.columns and len({*rows}) == 1:
+                return WidthNorm(width, finding.eps, finding.offset, centred)
         return None
 
     def heads_of(self, path: str) -> int:
@@ -288,7 +288,7 @@ class Outcome:
 
     def kernel(self, path: str) -> KernelChoice | None:
         finding = self.probed.get(path)
-        if finding is not None and finding.kind is not None:
+        if finding is not None and finding.kind is not None and finding.scaled:
             wide = self.styles.get(path, NONE).columns
             obstacle = "its width is sharded" if wide else None
             return choose(finding.kind, finding.form, self.kernels, obstacle)

@@ -66,7 +66,11 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
     if len(plan.together) > 1:
         lines.append(f"inferred: one reduction serves {', '.join(plan.together)}")
     if plan.norm is not None:
-        lines.append("inferred: an RMSNorm over the sharded width; its squares are summed")
+        kind = "a LayerNorm" if plan.norm.centred else "an RMSNorm"
+        told = "the ranks' means and squares are put together" if plan.norm.centred else (
+            "its squares are summed"
+        )
+        lines.append(f"inferred: {kind} over the sharded width; {told}")
     for argument, dim in plan.head_inputs:
         lines.append(f"each rank takes its heads of '{argument.name}', along dimension {dim}")
     if plan.element is not None:

@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from tpplan.comm import copy_in, reduce_out
+from tpplan.comm import copy_in, gather_in, reduce_out
 from tpplan.kernels.gated_norm import gated_norm, grouped_means
 from tpplan.places import taken
 from tpplan.roles.lowered import Lowered
 
 
 class WidthNorm(Lowered):
-    """RMSNorm over columns of which each rank holds a part.
+    """RMSNorm, or LayerNorm, over columns of which each rank holds a part.
 
     y_i = x_i / sqrt(sum_j |x_j|^2 / width + eps) * w_i (Zhang and Sennrich 2019, section 4): the
     sum of squares is summed over the ranks, and so is its gradient, to which every rank's columns
-    contribute; one number for each row.
+    contribute; one number for each row. LayerNorm (Ba et al. 2016, section 3) sends two.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -27,13 +27,34 @@ class WidthNorm(Lowered):
                 return super().forward(x)  # type: ignore[no-any-return, misc]
         norm = state.plan.norm
         assert norm is not None
-        (weight,) = self._locals()
+        scales = self._locals()
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        squares = reduce_out(wide.square().sum(-1, keepdim=True), state.transition)
-        total = copy_in(squares, state.transition)
-        scale = weight + 1 if norm.offset else weight
-        unit = wide * torch.rsqrt(total / norm.width + norm.eps)
-        return (unit * scale).to(x.dtype)
+        wide, squares = self._tpplan_centred(wide) if norm.centred else self._tpplan_squared(wide)
+        out = wide * torch.rsqrt(squares / norm.width + norm.eps)
+        if scales:
+            out = out * (scales[0] + 1 if norm.offset else scales[0])
+        return (out + scales[1] if len(scales) > 1 else out).to(x.dtype)
+
+    def _tpplan_squared(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The columns, and the sum of the squares of all ranks' columns."""
+        transition = self._tpplan.transition
+        squares = reduce_out(x.square().sum(-1, keepdim=True), transition)
+        return x, copy_in(squares, transition)
+
+    def _tpplan_centred(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of the columns less the mean of all ranks' columns.
+
+        The parts' means and squares about them are put together as in Chan, Golub and LeVeque
+        1983: a mean that is large beside the deviations costs no digits.
+        """
+        transition, own = self._tpplan.transition, x.size(-1)
+        mean = x.mean(-1, keepdim=True)
+        squares = (x - mean).square().sum(-1, keepdim=True)
+        parts = gather_in(torch.stack((mean, squares))[None], 0, transition.group.size, transition)
+        means, squares = parts[:, 0], parts[:, 1]
+        middle = means.mean(0)
+        between = (means - middle).square().sum(0)
+        return x - middle, squares.sum(0) + own * between
 
 
 class GatedWidthNorm(Lowered):

@@ -57,6 +57,8 @@ class Colwise(Style):
         """No weight, or modules of which the ranks cannot run different ones."""
         if runs_as(module, nn.Identity):
             return None  # where others of the family have a layer
+        if runs_as(module, nn.LayerNorm) or runs_as(module, nn.RMSNorm):
+            return None  # with a scale or without
         if not self.is_list(module):
             own = [p for p in module._parameters.values() if p is not None]
             # scales of columns, whatever they are called; a bias is none, where the weight is made
@@ -141,6 +143,8 @@ class Colwise(Style):
         """Of a norm; all else sends nothing by itself."""
         if plan.norm is None:
             return super().reasons(plan)
+        if plan.norm.centred:
+            return "means and squares over the sharded width", "gradients of means and squares"
         return "sum of squares over the sharded width", "gradient of the sum of squares"
 
 
