@@ -93,7 +93,10 @@ def _scalar(value: object) -> str:
 
 
 def _key(pattern: str) -> str:
-    return f'"{pattern}"' if pattern[0] in "*{[?&!%@`" or pattern == "." else pattern
+    """As YAML reads it: ``1`` and ``0.1``, of modules in a Sequential, are numbers to it."""
+    if pattern[0] in "*{[?&!%@`" or pattern == ".":
+        return f'"{pattern}"'
+    return pattern if yaml.safe_load(pattern) == pattern else f'"{pattern}"'
 
 
 def _wrapped(text: str) -> list[str]:

@@ -1,0 +1,37 @@
+"""Suggested plans as text: YAML reads them as they are meant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tpplan
+from tpplan.suggestion.draft import Decision
+from tpplan.suggestion.text import rules_from
+
+
+@pytest.mark.parametrize("path", ["1", "0.1", "1e3", "on", "null", "*.0", "layers.0", "~"])
+def test_keys_are_text(path: str) -> None:
+    """Of modules that are called by numbers, or by words that YAML has a meaning for."""
+    (rule,) = rules_from([(path, Decision("colwise"))])
+    assert rule.pattern.text == path
+
+
+class Added(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + super().forward(x)
+        return out
+
+
+def test_a_model_without_names() -> None:
+    def mlp() -> nn.Module:
+        return Added(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    model = nn.Sequential(nn.Embedding(40, 16), mlp(), mlp(), nn.LayerNorm(16), nn.Linear(16, 40))
+    inputs = {"input": torch.randint(1, 40, (2, 8))}
+    plan = tpplan.suggest(model, 2, inputs=inputs)
+    assert {'"0"', '"3"', '"4"'} <= {
+        line.partition(":")[0].strip() for line in plan.text.splitlines()
+    }
+    assert tpplan.verify(model, plan, 4, inputs=inputs).rank_share < 0.3
