@@ -40,6 +40,17 @@ def test_nothing_of_the_model_changes() -> None:
     assert model.training
 
 
+class Scales(nn.Module):
+    """Of heads that are in a dimension of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(4, 1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.unflatten(-1, (-1, 8)).unsqueeze(-2) * self.gamma).flatten(-3)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
     "pattern without a match": (
         hf,
@@ -58,6 +69,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
         llama_rules(**{"model.layers.*.mlp": "colwise"}),
         2,
         "has no weight of its own to shard; its parts are gate_proj",
+    ),
+    "a parameter of another shape and name": (
+        lambda: nn.Sequential(nn.Linear(16, 32), Scales(), nn.Linear(32, 16)),
+        {"tpplan": 1, "rules": {"0": "colwise", "1": "colwise", "2": "rowwise"}},
+        2,
+        "no weight of its own to shard; its parameters take rules of their own: gamma",
     ),
     "a norm of the stream cut by columns": (
         hf,

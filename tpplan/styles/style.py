@@ -224,8 +224,12 @@ def without_weight(module: nn.Module) -> str | None:
             f"its weight is made of other parameters by {makers}, which needs the whole of it; "
             "fold that into the weight first"
         )
-    own = [name for name, _ in module.named_children()]
-    inside = f"; its parts are {', '.join(own[:6])}" if own else ""
+    held = [name for name, p in module._parameters.items() if p is not None]
+    parts = [name for name, _ in module.named_children()]
+    if held:
+        inside = f"; its parameters take rules of their own: {', '.join(held[:6])}"
+    else:
+        inside = f"; its parts are {', '.join(parts[:6])}" if parts else ""
     return f"{type(module).__name__} has no weight of its own to shard{inside}"
 
 
