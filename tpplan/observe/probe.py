@@ -221,10 +221,9 @@ def _norm(
 
 def _kind(module: nn.Module, x: torch.Tensor, result: torch.Tensor) -> tuple[str | None, bool]:
     """Which norm ``module`` is: of its parameters, the first scales and a second one shifts."""
-    vectors = _vectors(module, x)
-    if not isinstance(result, torch.Tensor) or len(vectors) > 2:
+    if not isinstance(result, torch.Tensor) or len(_vectors(module, x)) > 2:
         return None, False
-    scale, shift = (*vectors, *(1.0, 0.0)[len(vectors) :])
+    scale, shift = _affine(module, x)
     for kind in ("layer_norm", "rms_norm"):
         # some models keep the scale as an offset from one
         for offset, factor in ((False, scale), (True, 1 + scale)):
@@ -238,6 +237,12 @@ def _vectors(module: nn.Module, x: torch.Tensor) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.shape == x.shape[-1:]]
 
 
+def _affine(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor | float, ...]:
+    """Its scale and its shift; one and zero where it has none."""
+    vectors = _vectors(module, x)
+    return (*vectors, *(1.0, 0.0)[len(vectors) :])
+
+
 def _unit(x: torch.Tensor, kind: str, eps: float) -> torch.Tensor:
     top = x - x.mean(-1, keepdim=True) if kind == "layer_norm" else x
     return top * (top.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
@@ -248,8 +253,7 @@ def _eps(module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool) 
 
     The module states it under one of many names: its attribute that is nearest is taken.
     """
-    vectors = _vectors(module, x)
-    weight, shift = (*vectors, *(1.0, 0.0)[len(vectors) :])
+    weight, shift = _affine(module, x)
     small = x * 1e-3
     result = run(module, small) - shift
     if kind == "layer_norm":
@@ -267,7 +271,7 @@ def _exactly(
     vectors = _vectors(module, x)
     if len(vectors) != len(list(module.parameters())):
         return False
-    scale, shift = (*vectors, *(1.0, 0.0)[len(vectors) :])
+    scale, shift = _affine(module, x)
     cotangent = _random(x.dtype, *x.shape).flip(-1)
     for given in (x, x - 1, x * 1e-3):
         with torch.enable_grad():

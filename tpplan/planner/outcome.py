@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import functools
+import math
 from collections.abc import Iterable, Mapping
 
 from torch import nn

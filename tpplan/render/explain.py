@@ -67,8 +67,10 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
         lines.append(f"inferred: one reduction serves {', '.join(plan.together)}")
     if plan.norm is not None:
         kind = "a LayerNorm" if plan.norm.centred else "an RMSNorm"
-        told = "the ranks' means and squares are put together" if plan.norm.centred else (
-            "its squares are summed"
+        told = (
+            "the ranks' means and squares are put together"
+            if plan.norm.centred
+            else ("its squares are summed")
         )
         lines.append(f"inferred: {kind} over the sharded width; {told}")
     for argument, dim in plan.head_inputs:
