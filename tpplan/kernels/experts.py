@@ -97,9 +97,11 @@ def of_own(forward: Callable[..., Tensor], given: Any, first: int, count: int) -
     x, chosen, factors = chosen_in(given)
     rows, places = torch.where((chosen >= first) & (chosen < first + count))
     factor, expert = factors[rows, places], chosen[rows, places] - first
-    if not rows.numel():  # one all the same, times zero: all ranks take part in backward
-        rows = rows.new_zeros(1)
-        factor, expert = factors[0, :1] * 0, chosen[0, :1] * 0
+    if torch.compiler.is_compiling() or not rows.numel():
+        # one more, times zero: all ranks take part in backward, and graphs have no such branch
+        rows = torch.cat((rows, rows.new_zeros(1)))
+        factor = torch.cat((factor, factors[0, :1] * 0))
+        expert = torch.cat((expert, chosen[0, :1] * 0))
     own = {id(x): x[rows], id(chosen): expert[:, None], id(factors): factor[:, None]}
     args, kwargs = tree_map_only(Tensor, lambda t: own[id(t)], given)
     return torch.zeros_like(x).index_add(0, rows, forward(*args, **kwargs).to(x.dtype))
