@@ -122,8 +122,7 @@ class Layouts:
     def _shapes(self) -> Shapes:
         width = heads = head_dim = 0
         if self.region.rows:
-            call = self.calls[self.region.rows[0]]
-            given = next(n for n in call.arguments if n in self.trace.floating)
+            given = self._given(self.region.rows[0])
             width = self.trace.shapes[given][-1]
             heads, head_dim = self._heads_before(given, width)
         outputs = {
@@ -132,6 +131,10 @@ class Layouts:
             if self.calls[path].outputs
         }
         return Shapes(width, heads, head_dim, self._attends(), outputs)
+
+    def _given(self, path: str) -> int:
+        """What a projection multiplies."""
+        return next(n for n in self.calls[path].arguments if n in self.trace.floating)
 
     def _attends(self) -> bool:
         """Whether what becomes of the columns, until they are summed, goes through attention."""
@@ -172,14 +175,23 @@ class Layouts:
         fixed |= dict.fromkeys(region.stacked, Decision(EXPERTS.name))
         fixed |= dict.fromkeys(region.multihead, Decision(ATTENTION.name))
         fixed |= dict.fromkeys(region.tables, Decision(COLWISE.name))
-        if (region.whole or self._others()) and not region.stacked:
-            fixed |= self.entry()
         own, bare = self._scales(), self._bare()
         other = {path: _other(decision) for path, decision in own.items()}
-        for scales in _distinct([own, other]):
-            yield {**fixed, **scales, **bare}
+        for entry, scales in itertools.product(self._entries(), _distinct([own, other])):
+            yield {**fixed, **entry, **scales, **bare}
             if bare:
-                yield {**fixed, **scales}
+                yield {**fixed, **entry, **scales}
+
+    def _entries(self) -> list[dict[str, Decision]]:
+        """Where the stream may be gathered: with what all products take, or further out.
+
+        What is before these, a norm, runs on rows then, and its gradient is of one sum less.
+        """
+        if self.region.stacked or not (self.region.whole or self._others()):
+            return [{}]
+        further = self.entry()
+        given = {self._given(path) for path in self.region.columns}
+        return [further] if self.region.whole or len(given) > 1 else [{}, further]
 
     def _others(self) -> bool:
         """Whether the module around has parameters that are of no role in the region."""
