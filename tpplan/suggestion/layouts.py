@@ -89,7 +89,12 @@ class Layouts:
             return [{self.around: decision} for decision in (GATHERED, WHOLE)]
         found = dict.fromkeys((*self.region.everything(), *beside))
         held = [path for path in found if path not in self.region.bare]
-        return [dict.fromkeys(held, decision) for decision in (ON_ROWS, GATHERED, WHOLE)]
+        # of a module's own rule they are, or there is none for them
+        bare = [name for name in self.region.bare if name.rpartition(".")[0] not in held]
+        return [
+            {**dict.fromkeys(held, decision), **dict.fromkeys(bare, WHOLE)}
+            for decision in (ON_ROWS, GATHERED, WHOLE)
+        ]
 
     # --- what a trace shows
 
