@@ -8,6 +8,7 @@ from torch import nn
 
 import tpplan
 from tpplan.suggestion.draft import Decision
+from tpplan.suggestion.patterns import Names, patterns_of
 from tpplan.suggestion.text import rules_from
 
 
@@ -40,3 +41,16 @@ def test_a_model_without_names() -> None:
     }
     assert "attention" not in plan.text  # the norms run on rows, before the stream is gathered
     assert tpplan.verify(model, plan, 4, inputs=inputs).rank_share < 0.3
+
+
+def test_no_two_patterns_of_one_module() -> None:
+    """Also of lists in which others have other styles."""
+    pairs = nn.ModuleList(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))) for _ in range(2))
+    model = nn.ModuleDict({"pairs": pairs})
+    whole = {"pairs.0.0", "pairs.1.0", "pairs.1.1", "pairs.1.2"}
+    decisions = {f"pairs.{i}.{j}": Decision("colwise") for i in range(2) for j in range(3)}
+    decisions |= dict.fromkeys(whole, Decision("replicate"))
+    names = Names(model)
+    found = patterns_of(decisions, names)
+    met = [path for text, _, _ in found for path in sorted(names.matched(text))]
+    assert sorted(met) == sorted(decisions)

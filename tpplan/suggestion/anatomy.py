@@ -15,7 +15,8 @@ from tpplan.styles.vocab import VOCAB
 from tpplan.suggestion.bench import Bench
 from tpplan.suggestion.cuts import Cuts, roles_of
 from tpplan.suggestion.draft import Decision, Slot
-from tpplan.suggestion.layouts import GATHERED, ON_ROWS, WHOLE, Layouts
+from tpplan.suggestion.held import WHOLE
+from tpplan.suggestion.layouts import GATHERED, ON_ROWS, Layouts
 from tpplan.suggestion.regions import ElementParts, Reader, element_calls, mixing, streamed
 from tpplan.suggestion.units import Kind, Units
 
@@ -114,9 +115,10 @@ class _Builder:
             self.sizes[key] = len(paths)
             seen = self._seen(layouts)
             first = _FIRST if layouts.shapes.attends else 0
-            usual = layouts.sharded()
-            sharded = [*usual[:first], *seen, *usual[first:]]
             beside = sorted(roles_of(seen) - {*paths})
+            norms = [path for path in beside if self.units.kinds.get(path) is Kind.SCALES]
+            usual = [{**dict.fromkeys(norms, ON_ROWS), **one} for one in layouts.sharded()]
+            sharded = [*usual[:first], *seen, *usual[first:]]
             self.beside[key] = {starred(path, call.path) for path in beside}
             variants = tuple(
                 {starred(path, call.path): decision for path, decision in one.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from tpplan.styles.replicate import REPLICATE
 from tpplan.styles.rowwise import ROWWISE
 from tpplan.styles.sequence_parallel import SEQUENCE_PARALLEL
 from tpplan.suggestion.draft import Decision
+from tpplan.suggestion.held import WHOLE, Held, Shapes, opposite
 from tpplan.suggestion.regions import Region, shared_steps, streamed
 
 _TURNS = frozenset({"transpose", "permute", "t"})
@@ -30,29 +31,10 @@ _HALVES = ("gate", "up")
 _BLOCKS = (4, 2, 8)
 _MOST = 24
 _WIDEST = 5
-WHOLE = Decision(REPLICATE.name)
 GATHERED = Decision(REPLICATE.name, {"input": "gather"})
 HERE = Decision(EXPERTS.name, {"reduce": "here"})
 ON_ROWS = Decision(SEQUENCE_PARALLEL.name)
 Packed = Mapping[str, object]
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """What a trace shows of a region's sizes.
-
-    Attributes:
-        width: the columns that its row-parallel layer is given, 0 where there is none.
-        heads, head_dim: of its attention, as the result is put together; 0 where unknown.
-        attends: whether weights of a softmax, or torch's fused attention, are computed in it.
-        outputs: of each column-parallel layer.
-    """
-
-    width: int
-    heads: int
-    head_dim: int
-    attends: bool
-    outputs: Mapping[str, int]
 
 
 class Layouts:
@@ -179,9 +161,9 @@ class Layouts:
         fixed |= dict.fromkeys(region.whole, WHOLE)
         fixed |= dict.fromkeys(region.stacked, Decision(EXPERTS.name))
         fixed |= dict.fromkeys(region.multihead, Decision(ATTENTION.name))
-        fixed |= dict.fromkeys(region.tables, Decision(COLWISE.name))
-        own, bare = self._scales(), self._bare()
-        other = {path: _other(decision) for path, decision in own.items()}
+        held = Held(self.model, region, self.shapes)
+        own, bare = {**held.tables(), **held.scales()}, held.bare()
+        other = {path: opposite(decision) for path, decision in own.items()}
         for entry, scales in itertools.product(self._entries(), _distinct([own, other])):
             yield {**fixed, **entry, **scales, **bare}
             if bare:
@@ -226,38 +208,6 @@ class Layouts:
             for number, argument in call.arguments.items()
             if number in self.trace.floating and self.trace.shapes[number] in shapes
         ]
-
-    def _scales(self) -> dict[str, Decision]:
-        """As wide as a projection: cut as it is; otherwise the same for every head."""
-        found = {}
-        for path in self._lists_of_scales():
-            module = self.model.get_submodule(path)
-            widths = {p.numel() for p in module._parameters.values() if p is not None}
-            cut = isinstance(module, nn.ModuleList) or widths & set(self.shapes.outputs.values())
-            found[path] = Decision(COLWISE.name) if cut else WHOLE
-        return found
-
-    def _lists_of_scales(self) -> list[str]:
-        """The modules, a list in the place of its members where it has one for every head."""
-        found: dict[str, None] = {}
-        for path in self.region.scales:
-            outer, _, last = path.rpartition(".")
-            listed = outer and isinstance(self.model.get_submodule(outer), nn.ModuleList)
-            found[outer if listed and last.isdigit() else path] = None
-        return list(found)
-
-    def _bare(self) -> dict[str, Decision]:
-        """Parameters of code in the region: cut along heads or columns, if they have any."""
-        sizes = {self.shapes.heads, self.shapes.width, *self.shapes.outputs.values()} - {0, 1}
-        found = {}
-        for name in self.region.bare:
-            shape = tuple(self.model.get_parameter(name).shape)
-            at = next((i for i, size in enumerate(shape) if size in sizes), None)
-            if at is not None:
-                found[name] = Decision(COLWISE.name, {"dim": at} if at else {})
-            elif len(shape) > 1:
-                found[name] = WHOLE
-        return found
 
     def _packings(self) -> Iterator[dict[str, Decision]]:
         """How the projections that seem to be several in one may be packed."""
@@ -382,10 +332,6 @@ def _parts(total: int, width: int) -> list[object]:
     if rest or not 1 < many <= _WIDEST:
         return []
     return [list(_HALVES) if many == 2 else [f"part{n + 1}" for n in range(many)]]
-
-
-def _other(decision: Decision) -> Decision:
-    return WHOLE if decision.style == COLWISE.name else Decision(COLWISE.name)
 
 
 def _distinct(found: list[dict[str, Decision]]) -> Iterator[dict[str, Decision]]:

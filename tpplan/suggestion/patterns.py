@@ -66,10 +66,10 @@ def patterns_of(
 
 def _starred(paths: Sequence[str], names: Names) -> list[_Found]:
     """Patterns with ``*`` for the numbers of layers, wherever nothing else is matched by it."""
-    left, wanted = list(paths), set(paths)
+    left = list(paths)
     found: list[_Found] = []
     while left:
-        text = left[0]
+        text, wanted = left[0], set(left)  # what another pattern has it has alone
         for at, step in enumerate(left[0].split(".")):
             steps = text.split(".")
             steps[at] = "*" if step.isdigit() else step

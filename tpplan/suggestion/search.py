@@ -20,7 +20,7 @@ from tpplan.proof import prove
 from tpplan.styles import named
 from tpplan.suggestion.anatomy import Anatomy
 from tpplan.suggestion.draft import Decision, Slot
-from tpplan.suggestion.layouts import WHOLE
+from tpplan.suggestion.held import WHOLE
 from tpplan.suggestion.patterns import Names, patterns_of
 from tpplan.suggestion.text import plan_from, written
 
