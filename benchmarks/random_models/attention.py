@@ -123,9 +123,10 @@ def _blocks(r: Recipe, n: dict[str, str], part: Part) -> None:
 def _heads(r: Recipe, n: dict[str, str], part: Part) -> None:
     """Queries, keys and values as (batch, heads, positions, columns)."""
     headed = r.packing in ("per head", "groups") or r.split == "threefold"
-    if r.qk_norm == "width":
+    if r.qk_norm.startswith("width"):
+        kind = "nn.LayerNorm" if r.qk_norm.endswith("centred") else "RMS"
         for name, heads in (("q", r.heads), ("k", r.kv_heads)):
-            part.init += [f"self.{n[name + 'n']} = RMS({heads * r.head_dim}, {r.eps})"]
+            part.init += [f"self.{n[name + 'n']} = {kind}({heads * r.head_dim}, {r.eps})"]
             part.body += [f"{name} = self.{n[name + 'n']}({name})"]
             part.rules[n[name + "n"]] = "colwise"
     if not headed:

@@ -49,8 +49,9 @@ def mlp(r: Recipe, n: dict[str, str]) -> Part:
         cut = "both[..., ::2], both[..., 1::2]" if first is None else "both.chunk(2, dim=-1)"
         names = "up, gate" if r.mlp == "up first" else "gate, up"
         part.body += [f"{names} = {cut}", f"y = {act.format('gate')} * up"]
-    if r.mlp_extra == "norm":
-        part.init += [f"self.inner_norm = RMS({inner}, {r.eps})"]
+    if r.mlp_extra.endswith("norm"):
+        kind = "RMS" if r.mlp_extra == "norm" else "nn.LayerNorm"
+        part.init += [f"self.inner_norm = {kind}({inner}, {r.eps})"]
         part.rules["inner_norm"] = "colwise"
         part.body += ["y = self.inner_norm(y)"]
     elif r.mlp_extra == "scale":

@@ -67,7 +67,7 @@ class Recipe:
     core: str = of("sdpa", "masked sdpa", "triu", "buffer", "where", "einsum", "given", "full")
     rotary: str = of("none", "inside", "buffer", "given", "complex", "partial")
     bias: str = of("none", "alibi", "table")
-    qk_norm: str = of("none", "head", "width")
+    qk_norm: str = of("none", "head", "width", "width, centred")
     qkv_bias: bool = of(False, True)
     out_bias: bool = of(False, True)
     extra: str = of("none", "scale", "gate", "sinks")
@@ -76,7 +76,7 @@ class Recipe:
     activation: str = of("relu", "gelu", "tanh", "silu", "square", "quick", "module")
     inner: int = of(32, 48, 64)
     mlp_bias: bool = of(True, False)
-    mlp_extra: str = of("none", "norm", "scale")
+    mlp_extra: str = of("none", "norm", "scale", "centred norm")
     # one odd habit in its code, by its name in `habits.HABITS`
     habit: str = ""
 
@@ -208,12 +208,12 @@ def _settled_attention(r: Recipe) -> Recipe:
         r = plain(r, "split")
     headed = r.packing in ("per head", "groups") or r.split == "threefold"
     if headed:
-        r = plain(r, "view", *(("qk_norm",) if r.qk_norm == "width" else ()))
+        r = plain(r, "view", *(("qk_norm",) if r.qk_norm.startswith("width") else ()))
     if r.core not in ("sdpa", "masked sdpa") and r.groups == "gqa":
         r = plain(r, "groups")
     if r.core in ("sdpa", "masked sdpa") and r.extra == "sinks":
         r = plain(r, "extra")
-    if r.qk_norm == "width" and r.kv_heads < 4:
+    if r.qk_norm.startswith("width") and r.kv_heads < 4:
         r = plain(r, "kv", "groups")  # several ranks would hold a part of the norm
     if r.core == "sdpa" and r.bias != "none":
         r = replace(r, core="masked sdpa")
