@@ -205,6 +205,11 @@ def other_rows(real: Any) -> Any:
     return scatter
 
 
+def own_for_all(real: Any) -> Any:
+    """A gather in which each rank takes its own part for everybody's."""
+    return lambda x, dim, length, *rest: x.expand(length, *x.shape[1:])
+
+
 def unsummed_rows(real: Any) -> Any:
     def scatter(
         x: Any, dim: int, group: Any, site: Any, bias: Any = None, dtype: Any = None

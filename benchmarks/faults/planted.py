@@ -231,6 +231,7 @@ FAULTS = (
         "a mean over ignored tokens too", "roles.logits:cross_entropy", to.ignored_counted, "loss"
     ),
     Fault("squares of each rank's width alone", "roles.norm:reduce_out", to.unsummed, "together"),
+    Fault("means of each rank's width alone", "roles.norm:gather_in", to.own_for_all, "together"),
     Fault("gradient of the squares is not summed", "roles.norm:copy_in", to.unsummed, "together"),
     Fault("biases of the first rank's heads", "roles.heads:heads_of", to.first_heads, "packed"),
     Fault("sizes in the code are left whole", "rewrite.planned:assign", to.nothing(), "packed"),

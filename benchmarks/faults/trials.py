@@ -264,7 +264,7 @@ _GPT = Recipe(
     out_bias=True, kv="half", rotary="inside", mlp="gated",
 )  # fmt: skip
 _PACKED = Recipe(packing="qkv", bias="alibi", core="masked sdpa", merge="width", qkv_bias=True)
-_TOGETHER = Recipe(order="parallel", qk_norm="width", out_bias=True)
+_TOGETHER = Recipe(order="parallel", qk_norm="width", out_bias=True, mlp_extra="centred norm")
 _FUSED = Recipe(norm="RMSNorm", mlp="gated", activation="silu", mlp_bias=False, kv="half")
 
 
