@@ -72,6 +72,7 @@ def _read(batch: int, length: int, seed: int) -> Call:
 _WRITTEN = (
     *("nanoGPT", "nanoGPT without flash, biases", "gpt-fast", "Meta's Llama"),
     *("torchtune", "torchtune, tied", "timm ViT, class token", "timm ViT, average"),
+    "timm ViT, norms in the blocks",
     *("x-transformers", "x-transformers, half the KV heads"),
 )
 EXAMINED: Mapping[str, Model] = {

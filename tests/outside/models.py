@@ -154,6 +154,9 @@ MODELS: Mapping[str, Outside] = {
     "torchtune": Outside(lambda: tune.decoder(tied=False), plan_of(tune.UNTIED_RULES), _TUNE),
     "torchtune, tied": Outside(lambda: tune.decoder(tied=True), plan_of(tune.RULES), _TUNE),
     "timm ViT, class token": Outside(vit.VisionTransformer, plan_of(vit.TOKEN_RULES), _image),
+    "timm ViT, norms in the blocks": Outside(
+        lambda: vit.VisionTransformer(scale_norm=True), plan_of(vit.NORMED_RULES), _image
+    ),
     "timm ViT, average": Outside(
         lambda: vit.VisionTransformer(global_pool="avg", class_token=False, fused_attn=False),
         plan_of(vit.AVERAGE_RULES),

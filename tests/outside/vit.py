@@ -19,6 +19,8 @@ blocks.*.mlp.fc2: rowwise
 head: replicate
 """
 TOKEN_RULES = RULES + "cls_token: replicate\nnorm: sequence_parallel\n"
+# with norms over what attention and the MLP put together, in the places of identities (EVA-02)
+NORMED_RULES = TOKEN_RULES + "blocks.*.{attn,mlp}.norm: colwise\n"
 # of the identity that stands where the norm would be nothing is said
 AVERAGE_RULES = RULES
 
@@ -40,7 +42,9 @@ class PatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, dim: int, num_heads: int, qkv_bias: bool, fused_attn: bool) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool, fused_attn: bool, scale_norm: bool
+    ) -> None:
         super().__init__()
         assert dim % num_heads == 0, "dim should be divisible by num_heads"
         self.num_heads = num_heads
@@ -52,7 +56,7 @@ class Attention(nn.Module):
         self.q_norm = nn.Identity()
         self.k_norm = nn.Identity()
         self.attn_drop = nn.Dropout(0.0)
-        self.norm = nn.Identity()
+        self.norm = nn.LayerNorm(self.attn_dim, eps=1e-6) if scale_norm else nn.Identity()
         self.proj = nn.Linear(self.attn_dim, dim)
         self.proj_drop = nn.Dropout(0.0)
 
@@ -75,12 +79,12 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self, in_features: int, hidden_features: int) -> None:
+    def __init__(self, in_features: int, hidden_features: int, scale_norm: bool) -> None:
         super().__init__()
         self.fc1 = nn.Linear(in_features, hidden_features)
         self.act = nn.GELU()
         self.drop1 = nn.Dropout(0.0)
-        self.norm = nn.Identity()
+        self.norm = nn.LayerNorm(hidden_features, eps=1e-6) if scale_norm else nn.Identity()
         self.fc2 = nn.Linear(hidden_features, in_features)
         self.drop2 = nn.Dropout(0.0)
 
@@ -90,14 +94,14 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, num_heads: int, fused_attn: bool) -> None:
+    def __init__(self, dim: int, num_heads: int, fused_attn: bool, scale_norm: bool) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
-        self.attn = Attention(dim, num_heads, qkv_bias=True, fused_attn=fused_attn)
+        self.attn = Attention(dim, num_heads, True, fused_attn, scale_norm)
         self.ls1 = nn.Identity()
         self.drop_path1 = nn.Identity()
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
-        self.mlp = Mlp(dim, 4 * dim)
+        self.mlp = Mlp(dim, 4 * dim, scale_norm)
         self.ls2 = nn.Identity()
         self.drop_path2 = nn.Identity()
 
@@ -121,6 +125,7 @@ class VisionTransformer(nn.Module):
         num_heads: int = 4,
         class_token: bool = True,
         fused_attn: bool = True,
+        scale_norm: bool = False,
     ) -> None:
         super().__init__()
         use_fc_norm = global_pool == "avg"
@@ -135,7 +140,7 @@ class VisionTransformer(nn.Module):
         self.pos_drop = nn.Dropout(p=0.0)
         self.norm_pre = nn.Identity()
         self.blocks = nn.Sequential(
-            *[Block(embed_dim, num_heads, fused_attn) for _ in range(depth)]
+            *[Block(embed_dim, num_heads, fused_attn, scale_norm) for _ in range(depth)]
         )
         self.norm = nn.Identity() if use_fc_norm else nn.LayerNorm(embed_dim, eps=1e-6)
         self.fc_norm = nn.LayerNorm(embed_dim, eps=1e-6) if use_fc_norm else nn.Identity()
