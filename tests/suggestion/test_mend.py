@@ -129,14 +129,6 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str, str, str, str]] = {
         "colwise",
         "did you mean `m1.*.a3: {style: colwise, packed: [gate, up]}`?",
     ),
-    "no attributes": (
-        Model,
-        ODD,
-        "  m1.*: {style: attention, attributes: {y: heads * head_dim, z: heads}}\n",
-        "",
-        "to add `m1.*: {style: attention, heads: z, kv_heads: 2, "
-        "attributes: {y: heads * head_dim, z: heads}}`",
-    ),
     "norms without a rule": (
         lambda: hf(hidden_size=16, intermediate_size=16, vocab_size=32),
         LLAMA,
@@ -214,7 +206,15 @@ def test_a_mistake(mistake: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "plan"), [(Model, ODD), (hf, LLAMA), (lambda: of_zoo("gpt2"), GPT2), (nano, NANO)]
+    ("make", "plan"),
+    [
+        (Model, ODD),
+        # which attributes have to be a rank's own is found
+        (Model, "".join(line for line in ODD.splitlines(True) if "attributes" not in line)),
+        (hf, LLAMA),
+        (lambda: of_zoo("gpt2"), GPT2),
+        (nano, NANO),
+    ],
 )
 def test_the_right_plans(make: Callable[[], nn.Module], plan: str, tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(plan.lstrip())
