@@ -141,6 +141,7 @@ class Reader:
         self.stream = {
             n for n in call.arguments if n in trace.floating and trace.shapes[n][-1:] == width
         }
+        self.graded = trace.floating | trace.complex
         self.columns: set[int] = set()
         self.beside: set[int] = set()  # made of tables and parameters alone
         self.maker: dict[int, str] = {}
@@ -226,7 +227,7 @@ class Reader:
         while pending:
             number = pending.pop()
             # what is chosen by numbers, as indices and masks are, has no gradient to them
-            if number in seen or number not in self.trace.floating:
+            if number in seen or number not in self.graded:
                 continue
             seen.add(number)
             if number in self.maker:
