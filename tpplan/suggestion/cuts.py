@@ -26,7 +26,9 @@ class Cuts:
 
     def __init__(self, layouts: Layouts, units: Units, bench: Bench, tp: int) -> None:
         self.layouts, self.units, self.bench, self.tp = layouts, units, bench, tp
-        self.around = layouts.around
+        self.around, region = layouts.around, layouts.region
+        # all that it has is given the stream, or gives it back
+        self.plain = not (region.bare or region.whole or region.scales)
         self.inner = {
             path.removeprefix(f"{self.around}."): kind
             for path, kind in units.kinds.items()
@@ -36,10 +38,9 @@ class Cuts:
     def variants(self) -> list[dict[str, Decision]]:
         """The likeliest first; none where there is nothing to see."""
         region = self.layouts.region
-        plain = not (region.bare or region.whole or region.scales)
         if region.stacked or not region.rows or not self.around:
             return []
-        if plain and not self._takes_turns():
+        if self.plain and not self._takes_turns():
             return []
         given = self.bench.given(self.around)
         if given is None:
@@ -48,8 +49,8 @@ class Cuts:
         end = end.removeprefix(f"{self.around}.")
         norms = self._norms()
         products = [p for p, kind in self.inner.items() if kind is Kind.PRODUCT and p != end]
-        readings = hanging(module, given, end, norms, [] if plain else products)
-        readings = [seen for seen in readings if not plain or seen.rounds > 1]
+        readings = hanging(module, given, end, norms, [] if self.plain else products)
+        readings = [seen for seen in readings if not self.plain or seen.rounds > 1]
         told = [changes_for(module, given, end, seen, norms, self.tp) for seen in readings]
         if all(changes is None for changes in told):
             return [] if not readings else list(self._written(readings[-1], (), end))
@@ -105,7 +106,7 @@ class Cuts:
         stated = {
             path: Decision(ATTENTION.name, {"attributes": some}) for path, some in told.items()
         }
-        entered = self.layouts.entry()
+        entered = {} if self.plain else self.layouts.entry()
         for path, decision in entered.items():
             both = {**decision.options, **(stated[path].options if path in stated else {})}
             yield {**rules, **stated, path: Decision(ATTENTION.name, both)}
