@@ -35,7 +35,6 @@ PLAIN = "plain GPT"
 WORSE, EQUAL, BETTER = "worse", "equal", "better"
 WHY = """Why some are worse:
 
-- blt: a row of before regions were searched by what their numbers hang on.
 - diffllama: right at tp 2. At tp 4 its code needs another value of an attribute, which the shipped
   plan changes; with two ranks it need not be changed, and with more none are tried.
 - deepseek_v4: attention is whole in both. The module before the head has modules inside, which are

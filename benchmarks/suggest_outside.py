@@ -29,11 +29,6 @@ from tests.outside.models import MODELS, Call, ids_of
 
 RESULTS = Path(__file__).parent / "results" / "suggest-outside.md"
 HEADS = ("model", "seconds", "rules", "suggested", "on a rank", "collectives", "by hand", "verdict")
-WHY = """Why some are worse, as far as it is known:
-
-- Meta's Llama: its attention, which writes to its caches, is left whole.
-- x-transformers: under TP+SP five collectives more; not looked into.
-- x-transformers, half the KV heads: a region of each layer is left whole; not looked into."""
 # batch, length and seed of the call
 CALL = (2, 8, 1)
 
@@ -121,7 +116,6 @@ def document(rows: Sequence[Sequence[str]]) -> str:
         "or has a larger share or more collectives in one.",
         f"- as good as the plan by hand or better: {fine} of {len(verdicts)} that have one\n"
         f"- refused, with the reason: {sum(row[-1] == 'refused' for row in rows)}",
-        WHY,
         markdown(HEADS, rows),
     ]
     return "\n\n".join(parts) + "\n"

@@ -84,6 +84,7 @@ class Trace:
     ops: list[Op] = field(default_factory=list)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     floating: set[int] = field(default_factory=set)
+    complex: set[int] = field(default_factory=set)
     parameters: dict[int, str] = field(default_factory=dict)
     buffers: dict[int, str] = field(default_factory=dict)
 
@@ -114,6 +115,8 @@ class _Recorder(TorchDispatchMode):
             self.trace.shapes[number] = tuple(int(n) for n in tensor.shape)
             if tensor.is_floating_point():
                 self.trace.floating.add(number)
+            if tensor.is_complex():
+                self.trace.complex.add(number)
         return number
 
     def numbers(self, values: Any) -> tuple[int, ...]:

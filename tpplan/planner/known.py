@@ -9,10 +9,20 @@ T = TypeVar("T")
 
 
 class Known:
-    """Remembers what hangs on neither tp, ep nor the mode, as traces of the unsharded model do."""
+    """Remembers what hangs on neither tp, ep nor the mode, as traces of the unsharded model do.
 
-    def __init__(self) -> None:
+    Attributes:
+        settled: a model and what a region of it hangs on -> the model, and which of the changes to
+            numbers of its code made it right: the one to try first when that is asked again.
+    """
+
+    def __init__(self, settled: dict[Hashable, tuple[object, int]] | None = None) -> None:
         self._found: dict[Hashable, tuple[tuple[object, ...], object]] = {}
+        self.settled = {} if settled is None else settled
+
+    def of_another_plan(self) -> Known:
+        """One for another plan, which may have regions in common with those before."""
+        return Known(self.settled)
 
     def once(self, about: tuple[object, ...], key: Hashable, find: Callable[[], T]) -> T:
         """What ``find`` gives, which is asked the first time only.

@@ -8,7 +8,7 @@ region is proved with it and not without, the fewest of them first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -149,22 +149,38 @@ class Regions:
         changes = [*width, *self._attributes(alike)]
         # a rank's heads would be spread over a whole cache, if there are few enough of them
         first = [(cache,) for cache in self._caches(alike)]
-        combinations = (
+        every = (
             (*cached, *chosen)
             for cached in (*first, ())
             for count in range(not cached, _CHANGES)
             for chosen in itertools.combinations(changes, count)
             if len({change.what for change in chosen}) == count
         )
+        combinations = dict(enumerate(itertools.islice(every, _TRIES)))
+        kinds = tuple(change.what for change in (*itertools.chain(*first), *changes))
+        key, settled = (*self._hanging_on(alike), kinds), found.known.settled
+        order = sorted(combinations, key=lambda n: n != settled.get(key, (None, 0))[1])
         before = found.boundaries, found.sizes.attributes, found.sizes.cut
-        for chosen in itertools.islice(combinations, _TRIES):
-            for change in chosen:
+        for n in order:
+            for change in combinations[n]:
                 self._make(change)
             left = self._failure(calls)
             if left is None or self._region(left.path) not in alike:
+                settled[key] = found.model, n
                 return left
             found.boundaries, found.sizes.attributes, found.sizes.cut = before
         return failure
+
+    def _hanging_on(self, alike: Sequence[str]) -> tuple[Hashable, ...]:
+        """Equal for regions of one model under the same rules: the same changes make them right."""
+        found = self.found
+        rules = {**found.matches.modules, **found.matches.parameters, **found.matches.buffers}
+        told = tuple(
+            (path, rule.style, repr(dict(rule.options)))
+            for path, rule in rules.items()
+            if any(path == region or _inside(path, region) for region in alike)
+        )
+        return id(found.model), found.tp, found.ep, tuple(alike), self.shown, told
 
     def _make(self, change: _Change) -> None:
         found = self.found

@@ -191,7 +191,8 @@ class _Builder:
         layers = tuple(f"{path}." for path in inside)
         for call in self.trace.calls:
             given = streamed(self.trace, call)
-            if call.path in self.taken or call.path.startswith(layers) or given is None:
+            within = any(c.path in self.units.kinds for c in self.trace.ancestors(call.index))
+            if within or call.path in self.taken or call.path.startswith(layers) or given is None:
                 continue
             ops = self.trace.ops[call.first_op : call.last_op]
             if any(mixing(self.model, self.trace, op) == call.path for op in ops):

@@ -27,7 +27,9 @@ class Cuts:
 
     def __init__(self, layouts: Layouts, units: Units, bench: Bench, tp: int) -> None:
         self.layouts, self.units, self.bench, self.tp = layouts, units, bench, tp
-        self.around = layouts.around
+        self.around, region = layouts.around, layouts.region
+        # all that it has is given the stream, or gives it back
+        self.plain = not (region.bare or region.whole or region.scales)
         self.inner = {
             path.removeprefix(f"{self.around}."): kind
             for path, kind in units.kinds.items()
@@ -37,8 +39,9 @@ class Cuts:
     def variants(self) -> list[dict[str, Decision]]:
         """The likeliest first; none where there is nothing to see."""
         region = self.layouts.region
-        plain = not (region.bare or region.whole or region.scales)
-        if plain or region.stacked or not region.rows or not self.around:
+        if region.stacked or not region.rows or not self.around:
+            return []
+        if self.plain and not self._takes_turns():
             return []
         given = self.bench.given(self.around)
         if given is None:
@@ -47,7 +50,8 @@ class Cuts:
         end = end.removeprefix(f"{self.around}.")
         norms = self._norms()
         products = [p for p, kind in self.inner.items() if kind is Kind.PRODUCT and p != end]
-        readings = hanging(module, given, end, norms, products)
+        readings = hanging(module, given, end, norms, [] if self.plain else products)
+        readings = [seen for seen in readings if not self.plain or seen.rounds > 1]
         told = [changes_for(module, given, end, seen, norms, self.tp) for seen in readings]
         if all(changes is None for changes in told):
             return [] if not readings else list(self._written(readings[-1], (), end))
@@ -57,6 +61,11 @@ class Cuts:
             if changes is not None
             for variant in self._written(seen, changes, end)
         ]
+
+    def _takes_turns(self) -> bool:
+        """Whether there are fewer keys than queries, which these may take in turns."""
+        shapes = self.layouts.shapes
+        return shapes.attends and any(n % shapes.width for n in shapes.outputs.values())
 
     def _norms(self) -> list[str]:
         """Modules with a number for each column of what they are given, heads not told apart."""
@@ -76,7 +85,9 @@ class Cuts:
     def _written(
         self, seen: Hanging, changes: tuple[Change, ...], end: str
     ) -> Iterator[dict[str, Decision]]:
-        rules = {f"{self.around}.{end}": Decision(ROWWISE.name)}
+        names = [f"part{n + 1}" for n in range(seen.rounds)]
+        rounds: dict[str, object] = {"packed": names} if len(names) > 1 else {}
+        rules = {f"{self.around}.{end}": Decision(ROWWISE.name, rounds)}
         for path, cut in seen.inside.items():
             output = "inside" if cut is None else "shard"
             rules[f"{self.around}.{path}"] = Decision(ROWWISE.name, {"output": output})
@@ -96,7 +107,7 @@ class Cuts:
         stated = {
             path: Decision(ATTENTION.name, {"attributes": some}) for path, some in told.items()
         }
-        entered = self.layouts.entry()
+        entered = {} if self.plain else self.layouts.entry()
         for path, decision in entered.items():
             both = {**decision.options, **(stated[path].options if path in stated else {})}
             yield {**rules, **stated, path: Decision(ATTENTION.name, both)}

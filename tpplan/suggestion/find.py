@@ -17,7 +17,6 @@ from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.language.styles import ROWS
 from tpplan.models import RUNNABLE, ModelError, made_runnable
 from tpplan.planner import compile_plan
-from tpplan.planner.known import Known
 from tpplan.proof import Verification, VerificationError, verify
 from tpplan.styles import named
 from tpplan.suggestion.draft import Decision
@@ -96,13 +95,15 @@ def _found(model: nn.Module, task: Task, told: Say) -> Suggestion:
     told("proving the whole of it")
     modes = (True, False) if not search.without else (False,)
     plan = plan_from(written(chosen.decisions, names, chosen.keys)[0])
-    known = Known()
+    known = search.memory.of_another_plan()
     for mode in modes:
         if folds:  # equal layers are proved once, and the whole of it compiled
             compile_plan(model, plan, tp, mode, inputs=inputs, known=known)
             search.on(short).prove(chosen.decisions, mode)
+        elif search.model is model:
+            search.prove(chosen.decisions, mode)  # most likely it was
         else:
-            examine(model, plan, tp, mode, inputs)
+            examine(model, plan, tp, mode, inputs, search.memory)
     told("verifying it")
     proof = _verified(model, plan, tp, inputs, modes)
     head = _head(model, tp, search, proof)
@@ -146,7 +147,7 @@ def _cheapest(
         )
         for form in forms.values()
     ]
-    found = weighed(model, candidates, task, told)
+    found = weighed(model, candidates, task, told, search.memory)
     return forms[found[0].name], tuple(found)
 
 

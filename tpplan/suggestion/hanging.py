@@ -48,6 +48,8 @@ class Hanging:
         unseen: buffers on which nothing hangs at this length.
         columns: what was given to the last product and these; sums: what these gave.
         shared: how many numbers ranks share.
+        rounds: into how many equal parts the columns lie of which each rank has some, where
+            these belong together, as heads that take turns with keys do.
     """
 
     width: int
@@ -58,6 +60,7 @@ class Hanging:
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     shared: int = 0
+    rounds: int = 1
 
     @property
     def left(self) -> int:
@@ -131,9 +134,31 @@ def _seen(
     found = Hanging(int(columns[end].shape[-1]), inside=dict.fromkeys(inside), sums=sums)
     found.columns = {path: c.detach() for path, c in columns.items()}
     _sort(found, hung, tensors)
+    if not inside and _matrices(module, found):
+        found = _in_rounds(module, found, hung, tensors, many)
     buffers = {name for name, _ in module.named_buffers()} - found.whole.keys() - found.cuts.keys()
     found.unseen = {name: tensors[name] for name in sorted(buffers & tensors.keys())}
     return found if found.cuts else None
+
+
+def _in_rounds(
+    module: nn.Module,
+    first: Hanging,
+    hung: Mapping[str, Sequence[torch.Tensor]],
+    tensors: Mapping[str, torch.Tensor],
+    many: int,
+) -> Hanging:
+    """The same with columns in the fewest parts by which no matrix is whole, if there are such."""
+    for rounds in (n for n in range(2, many // 2 + 1) if many % n == 0):
+        turned = {
+            name: [mask.unflatten(0, (rounds, -1)).transpose(0, 1).flatten(0, 1) for mask in masks]
+            for name, masks in hung.items()
+        }
+        found = Hanging(first.width, columns=first.columns, rounds=rounds)
+        _sort(found, turned, tensors)
+        if found.cuts and not _matrices(module, found):
+            return found
+    return first
 
 
 def _sort(

@@ -221,7 +221,8 @@ class _Mending:
         # which has few of the layers
         rules = tuple(replace(rule, optional=True) for rule in plan.rules)
         try:
-            examine(self.small, replace(plan, rules=rules), self.tp, rows, self.inputs)
+            plan = replace(plan, rules=rules)
+            examine(self.small, plan, self.tp, rows, self.inputs, self.search.memory)
         except PlanError as error:
             return error
         return None

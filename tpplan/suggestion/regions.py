@@ -141,8 +141,10 @@ class Reader:
         self.stream = {
             n for n in call.arguments if n in trace.floating and trace.shapes[n][-1:] == width
         }
+        self.graded = trace.floating | trace.complex
         self.columns: set[int] = set()
         self.beside: set[int] = set()  # made of tables and parameters alone
+        self.known: set[int] = set()
         self.maker: dict[int, str] = {}
         self.by: dict[int, list[Op]] = {}
         self.given: dict[str, list[int]] = {}
@@ -153,6 +155,7 @@ class Reader:
         """Its regions."""
         for op in self.trace.ops[self.call.first_op : self.call.last_op]:
             self._step(op)
+        self.known = {*self.columns, *self.beside, *self.trace.parameters}
         self.joins += [[n] for n in self.call.outputs if n in self.columns]
         parts = ElementParts(self.call.path)
         for join in self.joins:
@@ -180,8 +183,8 @@ class Reader:
             given = [n for n in op.inputs if n not in self.maker or self.maker[n] != unit]
             self.given.setdefault(unit, []).extend(given)
             self.maker.update(dict.fromkeys(op.outputs, unit))
-            known = self.stream | self.columns
-            if self.root or any(n in known or self.maker.get(n) == unit for n in op.inputs):
+            made = (n in self.columns or self.maker.get(n) == unit for n in op.inputs)
+            if self.root or not self.stream.isdisjoint(op.inputs) or any(made):
                 self.columns.update(op.outputs)
             return
         inputs = set(op.inputs)
@@ -226,7 +229,7 @@ class Reader:
         while pending:
             number = pending.pop()
             # what is chosen by numbers, as indices and masks are, has no gradient to them
-            if number in seen or number not in self.trace.floating:
+            if number in seen or number not in self.graded:
                 continue
             seen.add(number)
             if number in self.maker:
@@ -240,12 +243,11 @@ class Reader:
                 if unit is not None and unit == self.maker.get(number):
                     continue  # what is added in place goes on
                 met.update([] if unit is None else [unit])
-                known = self.columns | self.beside | self.trace.parameters.keys()
                 inside = unit is None
                 pending += [
                     n
                     for n in op.inputs
-                    if n in known and (inside or n not in self.trace.parameters)
+                    if n in self.known and (inside or n not in self.trace.parameters)
                 ]
         order = {path: i for i, path in enumerate(self.units.kinds)}
         return sorted(found, key=lambda path: order[path]), met

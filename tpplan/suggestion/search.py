@@ -16,6 +16,7 @@ from torch import nn
 from tpplan.language import Plan, PlanError
 from tpplan.models import RUNNABLE
 from tpplan.planner import compile_plan
+from tpplan.planner.known import Known
 from tpplan.proof import prove
 from tpplan.styles import named
 from tpplan.suggestion.anatomy import Anatomy
@@ -37,7 +38,7 @@ class Search:
         model: the one that variants are tried on, with few layers; tp: the ranks to share it.
         keys: entries of the plan beside its rules.
         without: why the stream cannot be sharded along the sequence; "" where it can.
-        tried: how many plans were compiled.
+        tried: how many plans were compiled; memory: what their regions had in common.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class Search:
     without: str = ""
     tried: int = 0
     keys: dict[str, object] = field(default_factory=dict)
+    memory: Known = field(default_factory=Known)
 
     def __post_init__(self) -> None:
         self.names = Names(self.model)
@@ -134,7 +136,7 @@ class Search:
         if (text, sequence_parallel) in self.proved:
             return
         self.tried += 1
-        examine(self.model, plan_from(text), self.tp, sequence_parallel, self.inputs)
+        examine(self.model, plan_from(text), self.tp, sequence_parallel, self.inputs, self.memory)
         self.proved.add((text, sequence_parallel))
 
     def with_little_whole(
@@ -264,13 +266,24 @@ class Search:
         return None
 
 
-def examine(model: nn.Module, plan: Plan, tp: int, sequence_parallel: bool, inputs: Any) -> None:
+def examine(
+    model: nn.Module,
+    plan: Plan,
+    tp: int,
+    sequence_parallel: bool,
+    inputs: Any,
+    memory: Known,
+) -> None:
     """Compile a plan and run it on simulated ranks.
+
+    Args:
+        memory: of other plans for the model.
 
     Raises:
         PlanError: where either refuses it.
     """
-    compiled = compile_plan(model, plan, tp, sequence_parallel, inputs=inputs)
+    known = memory.of_another_plan()
+    compiled = compile_plan(model, plan, tp, sequence_parallel, inputs=inputs, known=known)
     prove(model, compiled, inputs)
 
 

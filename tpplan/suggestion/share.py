@@ -227,7 +227,8 @@ def _computes(
 
     def checks(path: str) -> Hook:
         def hook(_: nn.Module, args: Any, out: Any) -> Any:
-            wanted = seen.columns[path].chunk(tp, -1)[rank]
+            parts = seen.columns[path].unflatten(-1, (seen.rounds, -1))
+            wanted = parts.chunk(tp, -1)[rank].flatten(-2)
             right[path] = args[0].shape == wanted.shape and bool(
                 (args[0] - wanted).abs().max() <= _NEAR * wanted.abs().max()
             )

@@ -68,10 +68,20 @@ class Units:
         if isinstance(module, nn.Embedding):
             return Kind.TABLE
         if any(True for _ in module.children()):
-            return None  # its code computes with them, beside what its children do
+            # its code computes with them, beside what its children do
+            return Kind.SCALES if self._normalises(call) else None
         if self._products.orientation(self.trace, call.path) is not None:
             return Kind.PRODUCT
         return Kind.OTHER if self._multiplies(call) else Kind.SCALES
+
+    def _normalises(self, call: Call) -> bool:
+        """Whether it has but numbers for columns, and lets children without any do the rest."""
+        parameters = self.model.get_submodule(call.path).named_parameters()
+        if any("." in name or p.dim() > 1 for name, p in parameters):
+            return False
+        ops = self.trace.ops[call.first_op : call.last_op]
+        names = {op.name.removeprefix("aten.").split(".")[0] for op in ops}
+        return names.isdisjoint(_PRODUCTS) and not any("attention" in name for name in names)
 
     def _multiplies(self, call: Call) -> bool:
         """Whether it does more with its parameters than number by number."""

@@ -12,6 +12,7 @@ from tpplan import cost
 from tpplan.cost.advise import USABLE
 from tpplan.cost.hardware import Hardware
 from tpplan.language import Plan, PlanError
+from tpplan.planner.known import Known
 from tpplan.simulate.execute import Training
 from tpplan.simulate.optimizers import optimizer_named
 
@@ -51,13 +52,21 @@ class Candidate:
 
 
 def weighed(
-    model: nn.Module, candidates: Sequence[Candidate], task: Task, told: Callable[[str], None]
+    model: nn.Module,
+    candidates: Sequence[Candidate],
+    task: Task,
+    told: Callable[[str], None],
+    memory: Known,
 ) -> list[Candidate]:
-    """The candidates with their costs, the one to take first."""
+    """The candidates with their costs, the one to take first.
+
+    Args:
+        memory: of plans for the model.
+    """
     found = []
     for candidate in candidates:
         told(f"weighing {candidate.name}")
-        found.append(_executed(model, candidate, task))
+        found.append(_executed(model, candidate, task, memory))
     known = [c for c in found if c.seconds is not None]
     if not known:
         return found
@@ -83,8 +92,9 @@ def _against(candidate: Candidate, best: Candidate) -> str:
     return f"{100 * slower:+.1f} % time, {100 * more:+.1f} % memory"
 
 
-def _executed(model: nn.Module, candidate: Candidate, task: Task) -> Candidate:
-    setting = cost.Setting(candidate.plan, task.tp, candidate.sequence_parallel, None, task.inputs)
+def _executed(model: nn.Module, candidate: Candidate, task: Task, memory: Known) -> Candidate:
+    how = (candidate.plan, task.tp, candidate.sequence_parallel, None, task.inputs)
+    setting = cost.Setting(*how, known=memory.of_another_plan())
     training = Training(optimizer_named("adamw"), 1.0, True, False)
     try:
         run = cost.dry_run(
