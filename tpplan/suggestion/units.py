@@ -81,7 +81,7 @@ class Units:
             return False
         ops = self.trace.ops[call.first_op : call.last_op]
         names = {op.name.removeprefix("aten.").split(".")[0] for op in ops}
-        return names.isdisjoint(_PRODUCTS) and not any("attention" in name for name in names)
+        return names.isdisjoint(_PRODUCTS) and not any("_attention" in name for name in names)
 
     def _multiplies(self, call: Call) -> bool:
         """Whether it does more with its parameters than number by number."""
