@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tpplan.comm.meshes import ep_of, tp_of
 from tpplan.comm.pace import Pace
-from tpplan.compat import FakeTensorMode, fake_world, quiet
+from tpplan.compat import FakeTensorMode, fake_world, quiet, uncached
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
@@ -106,6 +106,7 @@ def execute(
         stack.enter_context(quiet())
         stack.enter_context(RealValues())
         stack.enter_context(tracker)
+        stack.enter_context(uncached(mode))  # the tracker asks for the like once
         try:
             out = shadow(*args, **kwargs)
         except Exception as error:
