@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tpplan.comm.meshes import ep_of, tp_of
 from tpplan.comm.pace import Pace
-from tpplan.compat import FakeTensorMode, fake_world, quiet, uncached
+from tpplan.compat import FakeTensorMode, answers, fake_world, quiet, uncached
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
@@ -85,14 +85,16 @@ def execute(
         PlanError: where the rewritten model cannot be run.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    shadow = shadow_of(model, mode)
+    with answers.Answering():
+        shadow = shadow_of(model, mode)
     args, kwargs = fake_inputs(mode, call, keep_ids=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_fakes_kept())
         world = fake_world(compiled.tp, ep=compiled.ep)
         mesh = stack.enter_context(world) if compiled.tp * compiled.ep > 1 else None
         stack.enter_context(mode)
-        apply(shadow, compiled, mesh, src_data_rank=None, outside=False, pace=pace)
+        with answers.Answering():
+            apply(shadow, compiled, mesh, src_data_rank=None, outside=False, pace=pace)
         if mesh is None:
             hide(shadow, stacked_in(compiled))
         if training.checkpointing:
