@@ -93,10 +93,7 @@ def execute(
         world = fake_world(compiled.tp, ep=compiled.ep)
         mesh = stack.enter_context(world) if compiled.tp * compiled.ep > 1 else None
         stack.enter_context(mode)
-        with answers.Answering():
-            apply(shadow, compiled, mesh, src_data_rank=None, outside=False, pace=pace)
-        if mesh is None:
-            hide(shadow, stacked_in(compiled))
+        _rewrite(shadow, compiled, mesh, pace)
         if training.checkpointing:
             _checkpoint(shadow, compiled)
             if "use_cache" in inspect.signature(shadow.forward).parameters:
@@ -125,6 +122,16 @@ def execute(
             return Execution((*tracker.steps(), *like.stepping), like.optimizer)
         held = _stepped(shadow, training, tracker)
     return Execution(tracker.steps(), held)
+
+
+def _rewrite(
+    shadow: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh | None, pace: Pace | None
+) -> None:
+    """Make of a model's shadow the first rank's."""
+    with answers.Answering():
+        apply(shadow, compiled, mesh, src_data_rank=None, outside=False, pace=pace)
+    if mesh is None:
+        hide(shadow, stacked_in(compiled))
 
 
 def _stepped(model: nn.Module, training: Training, tracker: Tracker) -> Mapping[str, int]:
