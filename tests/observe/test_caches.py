@@ -75,16 +75,6 @@ def test_caches_from_before_and_from_within() -> None:
     assert not gc.get_freeze_count()
 
 
-def test_what_was_made_within_is_searched_no_more() -> None:
-    with only_new_searched():
-        made = [[number] for number in range(1000)]
-        before = gc.get_freeze_count()
-        with only_new_searched():
-            assert gc.get_freeze_count() >= before + len(made)
-        assert gc.get_freeze_count()
-    assert not gc.get_freeze_count()
-
-
 def test_what_the_user_froze_stays_so() -> None:
     angles.cache_clear()
     gc.freeze()

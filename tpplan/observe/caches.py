@@ -23,9 +23,6 @@ _DEPTH = 6
 _known: weakref.WeakSet[_Cache[Any]] = weakref.WeakSet()
 """Caches that were met before: only calls since can have put something foreign into them."""
 
-_within: list[None] = []
-"""As many as there are ``only_new_searched`` now, of which the outermost ends it."""
-
 
 @contextlib.contextmanager
 def no_fakes_kept(foreign: Callable[[torch.Tensor], bool] = is_fake) -> Iterator[None]:
@@ -52,20 +49,16 @@ def only_new_searched() -> Iterator[None]:
     """Within it, what was there before is neither searched for caches again nor for garbage.
 
     A process with torch and transformers has a million objects, and each search passes over all.
-    One within another passes over what was found so far too, until the outermost ends.
     """
-    if not _within and gc.get_freeze_count() > _AT_START:  # the user's own, which stays
+    if gc.get_freeze_count() > _AT_START:  # within another, or the user's own, which stays
         yield
         return
     _known.update(_caches())
     gc.freeze()
-    _within.append(None)
     try:
         yield
     finally:
-        _within.pop()
-        if not _within:
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 def _caches() -> list[_Cache[Any]]:
