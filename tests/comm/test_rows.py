@@ -392,3 +392,17 @@ def test_nothing_keeps_the_whole(kind: Any, source: int | None) -> None:
         assert torch.equal(made.full_tensor(), given)
 
     compat.simulate(SIZE, job)
+
+
+@pytest.mark.parametrize("kind", [Shard(0), Shard(1), Shard(-1), Replicate()], ids=str)
+@pytest.mark.parametrize("shape", [(24, 8), (10, 6)], ids=["even", "uneven"])
+def test_parts_are_those_that_torch_makes(kind: Any, shape: tuple[int, int]) -> None:
+    def job(mesh: DeviceMesh) -> None:
+        for given in (values(0, shape), values(0, shape[::-1]).t()):
+            made = distributed(given, mesh, kind, None)
+            due = distribute_tensor(given, mesh, [kind], src_data_rank=None)
+            assert torch.equal(made.to_local(), due.to_local())
+            assert made.to_local().stride() == due.to_local().stride()
+            assert compat.spec_of(made) == compat.spec_of(due)
+
+    compat.simulate(SIZE, job)

@@ -111,3 +111,36 @@ def test_of_real_tensors() -> None:
         fake = torch.ones(2)
     for given in ((torch.ones(2), fake), (fake, torch.ones(2))):
         assert answers.asked(torch.ops.aten.add.Tensor, given, {}) is None
+
+
+class Seen(TorchDispatchMode):
+    """Which ops come to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_answers_about_which_nobody_has_found_out() -> None:
+    clone = torch.ops.aten.clone.default
+    with MODE, Seen() as seen:
+        x = torch.ones(7, 11)
+        seen.ops.clear()
+        with answers.Answering():
+            made = [x.clone() for _ in range(3)]
+    assert seen.ops == [clone]
+    assert len({t.untyped_storage()._cdata for t in (x, *made)}) == 4
+    question = answers.asked(clone, (x,), {})
+    assert question is not None
+    assert answers.remembered(question) is None
+    answers.remember(question, made[0], 7)
+    answer = answers.remembered(question)
+    assert answer is not None
+    assert answer.told == 7
+    with MODE, seen, answers.Answering():
+        assert x.clone().shape == x.shape
+    assert seen.ops == [clone]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tpplan.compat import FakeTensorMode, quiet
+from tpplan.compat import FakeTensorMode, quiet, uncached
 
 
 def made(dtype: torch.dtype, width: int, inner: int, fake: bool) -> list[Any]:
@@ -34,3 +34,14 @@ def test_grouped_products(dtype: torch.dtype) -> None:
 def test_rows_that_grouped_products_do_not_take(dtype: torch.dtype, width: int, fake: bool) -> None:
     with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
         made(dtype, width, 16, fake)
+
+
+def test_no_answers_are_remembered_twice() -> None:
+    with FakeTensorMode() as mode:
+        x = torch.ones(5, 13)
+        before = len(FakeTensorMode.cache)
+        with uncached(mode):
+            assert (x * 2).shape == x.shape
+        assert len(FakeTensorMode.cache) == before
+        assert (x * 2).shape == x.shape
+        assert len(FakeTensorMode.cache) == before + 1

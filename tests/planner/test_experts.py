@@ -26,6 +26,7 @@ from tests.mixtures import (
     model_of,
 )
 from tpplan.compiled import CompiledPlan
+from tpplan.observe.experts import shared_experts
 from tpplan.planner import compile_plan
 from tpplan.planner.experts import ways
 from tpplan.proof import prove
@@ -67,6 +68,21 @@ def test_a_block(sp: bool) -> None:
     assert {n for n in summed if n.startswith("layers.0")} == norms | {
         f"layers.0.block.{name}" for name in inside
     }
+
+
+def test_experts_of_layers_that_are_alike_are_examined_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    examined = []
+
+    def count(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        examined.append(module)
+        return shared_experts(module, *args, **kwargs)
+
+    monkeypatch.setattr("tpplan.planner.sharing.shared_experts", count)
+    plan = compiled(model_of("in turns"))
+    assert len([path for path in plan.modules if path.endswith(".block.experts")]) > 1
+    assert len(examined) == 1
 
 
 def nonlinear() -> Block:

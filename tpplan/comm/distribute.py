@@ -11,7 +11,7 @@ from tpplan import compat
 from tpplan.comm.meshes import ep_of, tp_of
 from tpplan.comm.parts import scattered
 from tpplan.comm.rows import RowsTensor, taken
-from tpplan.layout import Rows
+from tpplan.layout import Rows, own_part
 
 
 def distributed(
@@ -22,6 +22,12 @@ def distributed(
     ``source`` None trusts each rank's own. The result never keeps the storage of ``value`` alive.
     """
     if not isinstance(placement, Rows):
+        if source is None and _is_even(value, mesh, placement):
+            # torch makes the parts of all ranks, and takes its own
+            local = own_part(value, placement, mesh.get_local_rank(), mesh.size())
+            local = local if local.is_meta else local.to(mesh.device_type)
+            about = mesh, [placement], value.shape, value.dtype, value.stride()
+            return compat.dtensor(local, compat.dtensor_spec(*about))
         if placement.is_replicate():
             value = value.clone()  # a replica is broadcast into a copy
         result = distribute_tensor(value, mesh, [placement], src_data_rank=source)
@@ -35,6 +41,13 @@ def distributed(
     return RowsTensor.wrap(local, mesh, placement, value.shape)
 
 
+def _is_even(value: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> bool:
+    """Whether each rank's part of it is as large."""
+    if type(placement) is not Shard or placement.dim < 0:
+        return False
+    return value.size(placement.dim) % mesh.size() == 0
+
+
 def distributed_over_ep(
     value: torch.Tensor, mesh: DeviceMesh, placement: Placement, source: int | None
 ) -> DTensor:
@@ -45,8 +58,7 @@ def distributed_over_ep(
     """
     ep, tp = ep_of(mesh, 2), tp_of(mesh, 2)
     assert ep is not None
-    own = distribute_tensor(value, ep, [Shard(0)], src_data_rank=source)
-    local, kind = compat.local_of(own), DTensor
+    local, kind = compat.local_of(distributed(value, ep, Shard(0), source)), DTensor
     kinds: list[Placement] = [Shard(0)]
     if tp is not None:
         part = distributed(local, tp, placement, source)

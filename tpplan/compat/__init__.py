@@ -22,6 +22,7 @@ from tpplan.compat.autograd import saved_tensors_hooks as saved_tensors_hooks
 from tpplan.compat.autograd import sequence_number as sequence_number
 from tpplan.compat.autograd import set_hooks as set_hooks
 from tpplan.compat.fakes import FakeTensorMode as FakeTensorMode
+from tpplan.compat.fakes import uncached as uncached
 from tpplan.compat.modes import NeedsValuesError as NeedsValuesError
 from tpplan.compat.modes import Uncompiled as Uncompiled
 from tpplan.compat.modes import constant_in_graphs as constant_in_graphs

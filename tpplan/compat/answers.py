@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 
-from tpplan.compat.modes import fake_mode
+from tpplan.compat.modes import Uncompiled, fake_mode
 
 _MOST = 2**16
 _PLAIN = (
@@ -21,6 +22,9 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _ANSWERS: dict[Any, Answer] = {}
+_DEVICE = torch.ops.prim.device.default
+_UNTOLD = object()
+"""In the place of what was found out about an op, where nobody looked."""
 _CPU = torch.device("cpu")
 _FRESH: dict[str, Any] = {}
 """What a new fake tensor holds, whatever its mode."""
@@ -111,8 +115,9 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def remembered(question: Question) -> Answer | None:
-    """What the like was answered."""
-    return _ANSWERS.get(question.key)
+    """What the like was answered to somebody who found out about it."""
+    answer = _ANSWERS.get(question.key)
+    return None if answer is None or answer.told is _UNTOLD else answer
 
 
 def again(answer: Answer, question: Question) -> Any:
@@ -171,6 +176,25 @@ def remember(question: Question, out: Any, told: Any) -> None:
     if len(_ANSWERS) >= _MOST:
         _ANSWERS.clear()
     _ANSWERS[question.key] = Answer(tuple(kept), type(out), told)
+
+
+class Answering(Uncompiled):
+    """Within it, ops on fake tensors whose like was run before are answered from memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        question = asked(func, args, kwargs)
+        answer = None if question is None else _ANSWERS.get(question.key)
+        if question is not None and answer is not None:
+            return again(answer, question)
+        out = func(*args, **kwargs)
+        if question is not None:
+            remember(question, out, _UNTOLD)
+        return out
 
 
 def _left_sizes(question: Question) -> bool:

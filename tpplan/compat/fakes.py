@@ -9,6 +9,9 @@ from torch._subclasses import fake_tensor
 
 from tpplan.compat.modes import Uncompiled
 
+uncached = fake_tensor.disable_fake_tensor_cache
+"""Within it a fake mode remembers no answers: for who does so himself (see ``answers``)."""
+
 _BESIDE_BFLOAT16 = (torch.float32, torch.float16)
 
 

@@ -94,6 +94,14 @@ class Trace:
             yield self.calls[call]
             call = self.calls[call].parent
 
+    def sizes(self, call: Call) -> Any:
+        """What a module was called with, of tensors the shape, and whether they are floating."""
+
+        def size(given: Numbered) -> tuple[tuple[int, ...], bool]:
+            return self.shapes[given.number], given.number in self.floating
+
+        return tree_map_only(Numbered, size, call.given)
+
 
 def stream_input(trace: Trace, call: Call) -> int | None:
     """The first floating tensor a module was given."""

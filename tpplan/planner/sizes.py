@@ -203,7 +203,7 @@ class Sizes:
             return  # no example call comes to it, or said before
         if self.tp == self.ep == 1:
             return
-        key = identity(module, path, {path: rule}), str(call.given)
+        key = identity(module, path, {path: rule}), str(self.trace.sizes(call))
         try:
             if key not in self._shared:
                 whole = named(rule.style).keeps_whole(rule.options)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tpplan.comm.meshes import ep_of, tp_of
 from tpplan.comm.pace import Pace
-from tpplan.compat import FakeTensorMode, fake_world, quiet
+from tpplan.compat import FakeTensorMode, answers, fake_world, quiet, uncached
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
@@ -85,16 +85,15 @@ def execute(
         PlanError: where the rewritten model cannot be run.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    shadow = shadow_of(model, mode)
+    with answers.Answering():
+        shadow = shadow_of(model, mode)
     args, kwargs = fake_inputs(mode, call, keep_ids=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_fakes_kept())
         world = fake_world(compiled.tp, ep=compiled.ep)
         mesh = stack.enter_context(world) if compiled.tp * compiled.ep > 1 else None
         stack.enter_context(mode)
-        apply(shadow, compiled, mesh, src_data_rank=None, outside=False, pace=pace)
-        if mesh is None:
-            hide(shadow, stacked_in(compiled))
+        _rewrite(shadow, compiled, mesh, pace)
         if training.checkpointing:
             _checkpoint(shadow, compiled)
             if "use_cache" in inspect.signature(shadow.forward).parameters:
@@ -106,6 +105,7 @@ def execute(
         stack.enter_context(quiet())
         stack.enter_context(RealValues())
         stack.enter_context(tracker)
+        stack.enter_context(uncached(mode))  # the tracker asks for the like once
         try:
             out = shadow(*args, **kwargs)
         except Exception as error:
@@ -122,6 +122,16 @@ def execute(
             return Execution((*tracker.steps(), *like.stepping), like.optimizer)
         held = _stepped(shadow, training, tracker)
     return Execution(tracker.steps(), held)
+
+
+def _rewrite(
+    shadow: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh | None, pace: Pace | None
+) -> None:
+    """Make of a model's shadow the first rank's."""
+    with answers.Answering():
+        apply(shadow, compiled, mesh, src_data_rank=None, outside=False, pace=pace)
+    if mesh is None:
+        hide(shadow, stacked_in(compiled))
 
 
 def _stepped(model: nn.Module, training: Training, tracker: Tracker) -> Mapping[str, int]:
