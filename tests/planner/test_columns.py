@@ -121,6 +121,31 @@ def test_layer_norms_over_the_width(sp: bool, tp: int, kind: str) -> None:
     assert not wrong(Stack(lambda _: make()), {"layers.*.norm": "colwise", **rules}, sp, tp)
 
 
+class Grouped(nn.Module):
+    """Attention of grouped heads, whose queries and keys are normalised over all of them."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.fc, self.k, self.v = (nn.Linear(WIDTH, n * DIM) for n in (8, 4, 4))
+        self.norm, self.k_norm = norm(8 * DIM), norm(4 * DIM)
+        self.out, self.each = nn.Linear(8 * DIM, WIDTH), 2
+
+    def forward(self, x: torch.Tensor) -> Any:
+        q, k, v = self.norm(self.fc(x)), self.k_norm(self.k(x)), self.v(x)
+        q, k, v = (t.unflatten(-1, (-1, DIM)).transpose(1, 2) for t in (q, k, v))
+        k, v = (t.repeat_interleave(self.each, 1) for t in (k, v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm], ids=["LayerNorm", "RMSNorm"])
+def test_heads_behind_a_norm(sp: bool, norm: Callable[[int], nn.Module]) -> None:
+    """They are counted, for expressions that say so."""
+    names = {"layers.*.{k,v,norm,k_norm}": "colwise"}
+    told = {"style": "attention", "attributes": {"each": "heads // kv_heads"}}
+    assert not wrong(Stack(lambda _: Grouped(norm)), {**names, "layers.*": told}, sp)
+
+
 def test_a_large_mean_costs_no_digits() -> None:
     """In float32, where squares less the square of the mean would have none left."""
     model = Stack(lambda _: Centred(lambda: nn.LayerNorm(INNER)))

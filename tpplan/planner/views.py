@@ -6,13 +6,14 @@ from tpplan.observe.trace import Trace
 
 VIEWS = frozenset({"view", "_unsafe_view", "reshape", "unflatten", "unsqueeze", "squeeze"})
 KEEPING = frozenset({"clone", "alias", "detach", "_to_copy", "contiguous", "lift_fresh"})
+_NORMS = frozenset({"native_layer_norm", "_fused_rms_norm", "rms_norm"})
 _CUTS = frozenset({"split", "split_with_sizes", "chunk", "slice", "narrow"})
 
 
 def head_views(trace: Trace, columns: set[str]) -> dict[str, list[tuple[int, ...]]]:
     """The dimensions that a model views the columns of its column-parallel layers as.
 
-    Columns are followed through what acts on each by itself, and through cuts of a packed layer.
+    Columns are followed through what acts on each by itself, norms, and cuts of a packed layer.
     """
     # what several layers made (a layer and its adapter, added) are columns of each of them
     flat = {c.outputs[0]: (c.path,) for c in trace.calls if c.path in columns and c.outputs}
@@ -33,7 +34,7 @@ def head_views(trace: Trace, columns: set[str]) -> dict[str, list[tuple[int, ...
                     for path in paths:
                         seen.setdefault(path, []).append(heads)
                 elif name in _CUTS or (
-                    shape[-1:] == (width,) and (op.pointwise or name in KEEPING or name in VIEWS)
+                    shape[-1:] == (width,) and (op.pointwise or name in KEEPING | VIEWS | _NORMS)
                 ):
                     flat[out] = tuple(dict.fromkeys((*flat.get(out, ()), *paths)))
     return seen
