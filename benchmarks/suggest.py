@@ -41,13 +41,10 @@ WHY = """Why some are worse:
 - deepseek_v4: attention is whole in both. The module before the head has modules inside, which are
   taken one by one; its own code then acts on the stream outside of the layers, which under TP+SP
   costs four collectives. The shipped plan runs all of it on rows.
-- gemma3n: some layers cut off by the mean and deviation of a whole width, and the search has one
-  rule for all layers of a make; the shipped plan tells them apart by their numbers.
+- gemma3n, gemma3n_text: some layers cut off by the mean and deviation of a whole width, and the
+  search has one rule for all layers of a make; the shipped plan tells them apart by their numbers.
 - git: what is chosen is the plan for TP, where both cost the same. Under TP+SP its norms before
-  patches and tokens are put together are on rows, and gathered; the shipped plan has them whole.
-- not ready: the machine was shared with several other programs when these were run. Of blt every
-  plan that is tried has six makes of attention with sizes in their code, each found in some 40
-  trials; since then they are remembered from plan to plan. Neither row has been run again."""
+  patches and tokens are put together are on rows, and gathered; the shipped plan has them whole."""
 
 
 @dataclass(frozen=True)
