@@ -171,7 +171,7 @@ def _dry_run(args: argparse.Namespace) -> int:
             ep=args.ep,
             sequence_parallel=args.sequence_parallel,
             compare=args.html is not None,
-            **_training(args),
+            **_training(args, model),
         )
     if args.html:
         page = report.to_html(shlex.join(args.typed))
@@ -185,27 +185,28 @@ def _advise(args: argparse.Namespace) -> int:
         from tpplan.models import build
         from tpplan.render.advice_text import layout
 
+        model = build(args.model)
         advice = advise(
-            build(args.model),
+            model,
             args.plan,
             gpus=args.gpus,
             batch=args.batch,
             micro_batch=args.micro_batch,
             told=lambda size: progress.say(f"executing a step of it at {size}"),
-            **_training(args),
+            **_training(args, model),
         )
     return _shown(advice, layout, args.json)
 
 
 def _diff(args: argparse.Namespace) -> int:
-    options = _training(args)
-    options |= {"tp": args.tp, "batch": args.batch, "sequence_parallel": args.sequence_parallel}
+    options = {"tp": args.tp, "batch": args.batch, "sequence_parallel": args.sequence_parallel}
     with _building(args) as progress:
         from tpplan.api import dry_run
         from tpplan.models import build
         from tpplan.render.diff import compare, layout
 
         model, reports = build(args.model), []
+        options |= _training(args, model)
         for plan in (args.plan, args.other):
             progress.say(f"executing a step of it with {plan}")
             reports.append(dry_run(model, plan, **options))
@@ -213,11 +214,11 @@ def _diff(args: argparse.Namespace) -> int:
     return _shown(change, layout, args.json)
 
 
-def _training(args: argparse.Namespace) -> dict[str, Any]:
+def _training(args: argparse.Namespace, model: Any) -> dict[str, Any]:
     """The options of a dry run that say how the model is trained, and on what."""
     return {
         "seq": args.seq,
-        "inputs": inputs_of(args.input),
+        "inputs": _inputs(args, model),
         "loss": args.loss,
         "optimizer": args.optimizer,
         "max_norm": args.clip or None,

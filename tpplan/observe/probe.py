@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -214,9 +214,8 @@ def _norm(
     exact = all(_exactly(twin.train(mode), run, x, kind, offset, eps) for mode in modes)
     with torch.no_grad():
         form = _form(twin_of(module, torch.float32).eval(), run, x.float(), kind, offset, eps)
-    scaled = bool(_vectors(twin, x))
-    found = replace(found, kind=kind, offset=offset, eps=eps, scaled=scaled, exact=exact)
-    return replace(found, form=form if exact else None)
+    form, scaled = form if exact else None, bool(_vectors(twin, x))
+    return Finding(found.mixes, kind, form, offset, eps, scaled, exact)
 
 
 def _kind(module: nn.Module, x: torch.Tensor, result: torch.Tensor) -> tuple[str | None, bool]:

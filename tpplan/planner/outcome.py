@@ -261,16 +261,14 @@ class Outcome:
         finding = self.probed.get(path)
         if not self.styles.get(path, NONE).columns or finding is None or not finding.exact:
             return None
-        if finding.kind is None:
-            return None
         call = next(c for c in self.trace.calls if c.path == path)
         shapes, (given, *_) = self.trace.shapes, call.arguments
         width, centred = shapes[given][-1], finding.kind == "layer_norm"
         # not of each head by itself, which has all of the columns that it needs
         made = {c.path: shapes[c.outputs[0]] for c in self.trace.calls if c.outputs}
+        rows = math.prod(shapes[given][:-1])
         for source in infer.sources(self.trace, call, self.styles):
-            rows = (math.prod(shape[:-1]) for shape in (made[source], shapes[given]))
-            if source in self.sizes.columns and len({*rows}) == 1:
+            if source in self.sizes.columns and math.prod(made[source][:-1]) == rows:
                 return WidthNorm(width, finding.eps, finding.offset, centred)
         return None
 

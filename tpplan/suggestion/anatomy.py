@@ -14,8 +14,7 @@ from tpplan.styles import runs_as
 from tpplan.styles.vocab import VOCAB
 from tpplan.suggestion.bench import Bench
 from tpplan.suggestion.cuts import Cuts, roles_of
-from tpplan.suggestion.draft import Decision, Slot
-from tpplan.suggestion.held import WHOLE
+from tpplan.suggestion.draft import WHOLE, Decision, Slot
 from tpplan.suggestion.layouts import GATHERED, ON_ROWS, Layouts
 from tpplan.suggestion.regions import ElementParts, Reader, element_calls, mixing, streamed
 from tpplan.suggestion.units import Kind, Units

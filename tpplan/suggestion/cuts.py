@@ -12,9 +12,8 @@ from tpplan.styles.attention import ATTENTION
 from tpplan.styles.colwise import COLWISE
 from tpplan.styles.rowwise import ROWWISE
 from tpplan.suggestion.bench import Bench, tensors_of
-from tpplan.suggestion.draft import Decision
+from tpplan.suggestion.draft import WHOLE, Decision
 from tpplan.suggestion.hanging import Cut, Hanging, Part, hanging
-from tpplan.suggestion.held import WHOLE
 from tpplan.suggestion.layouts import Layouts
 from tpplan.suggestion.share import Change, by_heads, changes_for, heads_of, unseen_cuts
 from tpplan.suggestion.units import Kind, Units

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from tpplan.language import FrozenMap
 from tpplan.styles import named
+from tpplan.styles.replicate import REPLICATE
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Decision:
 
 Variant = Mapping[str, Decision]
 """The decisions for the roles of a slot; a role without one has no rule."""
+
+
+WHOLE = Decision(REPLICATE.name)
 
 
 @dataclass(eq=False)

@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Set
 
 from torch import nn
 
 from tpplan.styles.colwise import COLWISE
-from tpplan.styles.replicate import REPLICATE
-from tpplan.suggestion.draft import Decision
-from tpplan.suggestion.regions import Region
-
-WHOLE = Decision(REPLICATE.name)
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """What a trace shows of a region's sizes.
-
-    Attributes:
-        width: the columns that its row-parallel layer is given, 0 where there is none.
-        heads, head_dim: of its attention, as the result is put together; 0 where unknown.
-        attends: whether weights of a softmax, or torch's fused attention, are computed in it.
-        outputs: of each column-parallel layer.
-    """
-
-    width: int
-    heads: int
-    head_dim: int
-    attends: bool
-    outputs: Mapping[str, int]
+from tpplan.suggestion.draft import WHOLE, Decision
+from tpplan.suggestion.regions import Region, Shapes
 
 
 class Held:

@@ -20,9 +20,9 @@ from tpplan.styles.experts import EXPERTS
 from tpplan.styles.replicate import REPLICATE
 from tpplan.styles.rowwise import ROWWISE
 from tpplan.styles.sequence_parallel import SEQUENCE_PARALLEL
-from tpplan.suggestion.draft import Decision
-from tpplan.suggestion.held import WHOLE, Held, Shapes, opposite
-from tpplan.suggestion.regions import Region, shared_steps, streamed
+from tpplan.suggestion.draft import WHOLE, Decision
+from tpplan.suggestion.held import Held, opposite
+from tpplan.suggestion.regions import Region, Shapes, shared_steps, streamed
 
 _TURNS = frozenset({"transpose", "permute", "t"})
 _SCORES = frozenset({"_softmax", "_safe_softmax"})

@@ -8,7 +8,7 @@ them are whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -62,6 +62,24 @@ class Region:
     def everything(self) -> list[str]:
         """The paths of all of them."""
         return [path for _, path in self.roles()]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a trace shows of a region's sizes.
+
+    Attributes:
+        width: the columns that its row-parallel layer is given, 0 where there is none.
+        heads, head_dim: of its attention, as the result is put together; 0 where unknown.
+        attends: whether weights of a softmax, or torch's fused attention, are computed in it.
+        outputs: of each column-parallel layer.
+    """
+
+    width: int
+    heads: int
+    head_dim: int
+    attends: bool
+    outputs: Mapping[str, int]
 
 
 @dataclass

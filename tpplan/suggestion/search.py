@@ -20,8 +20,7 @@ from tpplan.planner.known import Known
 from tpplan.proof import prove
 from tpplan.styles import named
 from tpplan.suggestion.anatomy import Anatomy
-from tpplan.suggestion.draft import Decision, Slot
-from tpplan.suggestion.held import WHOLE
+from tpplan.suggestion.draft import WHOLE, Decision, Slot
 from tpplan.suggestion.patterns import Names, patterns_of
 from tpplan.suggestion.text import plan_from, written
 
