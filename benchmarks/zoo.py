@@ -358,7 +358,8 @@ def example(model: nn.Module, padded: bool = False) -> dict[str, Any]:
     if config.is_encoder_decoder:
         found["decoder_input_ids"] = ids(length=LENGTH - 2)
     elif any(path.endswith(".encoder_attn") for path, _ in model.named_modules()):
-        states = _states(LENGTH - 2, config.d_model)
+        width = getattr(config, "d_model", config.hidden_size)
+        states = _states(LENGTH - 2, width)
         named = "encoder_hidden_states" in accepted
         found |= {"encoder_hidden_states": states} if named else {"encoder_outputs": (states,)}
     found |= _CALLS.get(config.model_type, lambda ids: {})(ids)

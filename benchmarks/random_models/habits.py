@@ -135,7 +135,7 @@ _STREAM: Mapping[str, Lines] = {
     "batch and sequence swapped": ("x = x.transpose(0, 1).contiguous().transpose(0, 1)",),
     "pooled gate": ("x = x * x.mean(1, keepdim=True).sigmoid()",),
     "no NaN": ("assert not torch.isnan(x).any()",),
-    "a branch on the data": ("if float(x.detach().sum()) > 0:", "    x = 2 * x"),
+    "a branch on the data": ("if float(x.detach()[..., 0].sum()) > 0:", "    x = 2 * x"),
     "only batch and length": ("x = x.reshape(x.size(0), x.size(1), -1)",),
     "softmax over positions": ("x = x + x.softmax(1)",),
     "columns of the stream": ("x = x - x.mean(-1, keepdim=True)",),

@@ -225,7 +225,9 @@ class Walk(Notes):
     def _rows_of(self, number: int, stream: int) -> bool:
         """Whether a tensor has the rows of the stream, in its shape or without their batch."""
         rows, whole = self.trace.shapes[number][:-1], self.trace.shapes[stream][:-1]
-        return rows == whole or (len(rows) == 1 and rows[0] == math.prod(whole))
+        up_to = self.dim + 1  # the stream may have more of a position side by side
+        alike = len(rows) >= up_to and rows[:up_to] == whole[:up_to]
+        return alike or (len(rows) == 1 and rows[0] == math.prod(whole[:up_to]))
 
     # --- call by call, op by op
 

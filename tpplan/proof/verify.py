@@ -7,6 +7,7 @@ real gloo processes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import time
@@ -17,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.observe.shadow import Call, calls_for, not_copied, routed
 from tpplan.planner import compile_plan
 from tpplan.proof.calls import random_ids
+from tpplan.proof.exact import exact, widened
 from tpplan.proof.floor import floor_of
 from tpplan.proof.locate import Divergence, first_divergence, rule_near
 from tpplan.proof.processes import run_processes
@@ -294,22 +296,31 @@ def _in_float64(
     """
     twin = copy.deepcopy(reference.model).double()
     twin.zero_grad(set_to_none=True)
-    call = tree_map_only(
-        torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, reference.call
-    )
     try:
-        found = differentiate(twin, call, reference.seed)
-        exact = Reference(twin, call, reference.seed, *found, reference.called)
-        exact = with_batches(exact, compiled)
-        return _run(exact, compiled, processes), own_rounding(reference, exact)
-    except Exception:  # a model that casts to float32 at one place only
+        with exact():  # also where its code asks for float32
+            call = widened(reference.call)
+            found = differentiate(twin, call, reference.seed)
+            wide = Reference(twin, call, reference.seed, *found, reference.called)
+            wide = with_batches(wide, compiled)
+        return _run(wide, compiled, processes, exact), own_rounding(reference, wide)
+    except Exception:  # a model that takes no float64
         return [], {}
 
 
-def _run(reference: Reference, compiled: CompiledPlan, processes: bool) -> list[Outcome]:
+def _run(
+    reference: Reference,
+    compiled: CompiledPlan,
+    processes: bool,
+    within: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> list[Outcome]:
     if processes:
         return run_processes(reference, compiled)
-    return simulated(compiled, lambda mesh: run_rank(mesh, reference, compiled))
+
+    def rank(mesh: DeviceMesh) -> Outcome:
+        with within():
+            return run_rank(mesh, reference, compiled)
+
+    return simulated(compiled, rank)
 
 
 def _mode(compiled: CompiledPlan) -> str:
