@@ -8,7 +8,7 @@ of all chosen (token, expert) pairs, and the memory that their backward needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,27 @@ def of_own(forward: Callable[..., Tensor], given: Any, first: int, count: int) -
     own = {id(x): x[rows], id(chosen): expert[:, None], id(factors): factor[:, None]}
     args, kwargs = tree_map_only(Tensor, lambda t: own[id(t)], given)
     return torch.zeros_like(x).index_add(0, rows, forward(*args, **kwargs).to(x.dtype))
+
+
+def held_in(parameters: Iterable[Tensor]) -> int | None:
+    """How many experts have parameters of their own, where more may be chosen; else None.
+
+    What is chosen beyond them is given back as it is (the zero-computation experts of
+    LongCat-Flash, arXiv 2509.01322): those tensors that make the output have none for these.
+    """
+    counts = {p.shape[0] for p in parameters if p.dim() == 3}
+    return min(counts) if len(counts) > 1 else None
+
+
+def of_held(given: Any, count: int) -> Any:
+    """The arguments, with the factors of choices that are beyond ``count`` experts zero.
+
+    Raises:
+        ValueError: as ``chosen_in``.
+    """
+    _, chosen, factors = chosen_in(given)
+    own = factors * (chosen < count)
+    return tree_map_only(Tensor, lambda t: own if t is factors else t, given)
 
 
 def chosen_in(given: Any) -> tuple[Tensor, Tensor, Tensor]:

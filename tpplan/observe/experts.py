@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpplan.kernels.experts import chosen_in, of_own, of_sizes
+from tpplan.kernels.experts import chosen_in, held_in, of_held, of_own, of_sizes
 from tpplan.layout import own_part
 from tpplan.observe.grouped import InAnyPrecision
 from tpplan.observe.slices import hit, placement, same, slice_of, together
@@ -164,7 +164,8 @@ class _Runner:
         widths = {} if thin is None else {thin.width: thin.hidden}
         self.experts, self.apart = experts, whole
         self.picks: tuple[int, int] | None = None
-        few = experts if whole else min(experts, _HIT)
+        self.held, self.first = held_in(self.parameters.values()), True
+        few = experts if whole or self.held is not None else min(experts, _HIT)
         self.given = _numbers(call, trace, experts, few, generator, widths)
         self.inputs = [
             t
@@ -185,6 +186,8 @@ class _Runner:
     def run(self) -> torch.Tensor:
         args, kwargs = self.given
         try:
+            if self.held is not None and not self.first:
+                args, kwargs = of_held(self.given, self.held)
             if self.picks is None:
                 out = self.module(*args, **kwargs)
             else:
@@ -300,6 +303,7 @@ class _Runner:
     def as_rank(self, stacked: Stacked, rank: int, tp: int, set_to: Assign) -> Iterator[None]:
         undo: list[Callable[[], None]] = []
         own = self.module._parameters
+        self.first = rank == 0
         try:
             for name, whole in self.parameters.items():
                 placed = stacked.cut.get(name)
@@ -315,7 +319,7 @@ class _Runner:
             yield
         finally:
             own.update(self.parameters)
-            self.picks = None
+            self.picks, self.first = None, True
             for put_back in reversed(undo):
                 put_back()
 

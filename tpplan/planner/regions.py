@@ -78,7 +78,7 @@ class Regions:
         cut = (found.sizes.layouts, columns, bare, found.placing.lists)
         # parts in blocks are answered, for as many ranks as there are; others are computed
         every = any(r.summed is not None and not r.block for r in found.bare.values())
-        how = every, found.known
+        how = every, found.known, {call.path for call in found.trace.calls}
         tried = (
             prove(found.model, plans, *cut, found.tp, call, *how, self.shown) for call in calls
         )

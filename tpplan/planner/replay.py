@@ -62,6 +62,7 @@ def prove(
     call: tuple[tuple[Any, ...], dict[str, Any]],
     every: bool,
     known: Known,
+    called: Collection[str],
     shown: Collection[str] = (),
 ) -> Failure | None:
     """Replay ``call`` for ranks of ``tp``; the first departure, or None where there is none.
@@ -73,9 +74,10 @@ def prove(
         lists: those with a module for each head.
         every: whether it takes all ranks to make a sum, and not some as well as all.
         known: of the model, from proving it for other ranks.
+        called: the modules that are; of others the weights are read.
         shown: modules of whose results code is shown a rank's share of the width, as a trial.
     """
-    replay = _Replay(model, plans, layouts, columns, bare, lists, tp, known)
+    replay = _Replay(model, plans, layouts, columns, bare, lists, tp, known, called)
     try:
         replay.narrow(shown)
         with torch.no_grad():
@@ -110,6 +112,7 @@ class _Replay:
         lists: set[str],
         tp: int,
         known: Known,
+        called: Collection[str],
     ) -> None:
         self.plans, self.layouts, self.columns, self.tp = plans, layouts, columns, tp
         self.bare, self.lists = bare, lists
@@ -120,21 +123,21 @@ class _Replay:
         self.running: list[str] = []
         # modules on sharded columns or heads, which are run on the rank's part
         self.inner: list[str] = []
-        self.answering = {path for path in plans if self._answers(model, path)}
+        self.answering = {p for p in plans if self._answers(model, p, called)}
         self.model = stand_in(model, self.answering, known)
         for path, module in self.model.named_modules():
             self._watch(path, module)
         self._last: dict[Hashable, Any] = {}
         self._fold(model)
 
-    def _answers(self, model: nn.Module, path: str) -> bool:
+    def _answers(self, model: nn.Module, path: str, called: Collection[str]) -> bool:
         """Whether a module answers with random numbers instead of computing."""
         plan, module = self.plans[path], model.get_submodule(path)
         style = named(plan.style)
         if path in self.columns or style.answers or style.stacked:
             return True
         size = sum(p.numel() for p in module._parameters.values() if p is not None)
-        return size > _LARGE and not list(module.children())
+        return size > _LARGE and path in called and not list(module.children())
 
     def _watch(self, path: str, module: nn.Module) -> None:
         plan = self.plans.get(path)

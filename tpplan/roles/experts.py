@@ -64,6 +64,10 @@ class Experts(Summing):
         return 1
 
     def _tpplan_part(self, *args: Any, **kwargs: Any) -> Any:
+        held = experts.held_in(self._locals())
+        if held is not None and self._tpplan.transition.group.rank:
+            # what no parameter is in is whole on every rank, and added once
+            args, kwargs = experts.of_held((args, kwargs), held)
         return super(Summing, self).forward(*args, **kwargs)
 
     def _tpplan_require_same(self, given: Any) -> None:
