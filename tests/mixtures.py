@@ -43,6 +43,18 @@ class Packed(Experts):
         return F.linear(F.silu(gate) * up, self.narrow[expert])
 
 
+class HandingThrough(Packed):
+    """Two experts more, which give what they are given: only one weight has a place for them."""
+
+    def __init__(self, width: int = WIDTH, inner: int = INNER) -> None:
+        super().__init__(width, inner)
+        more = torch.zeros(2, 2 * inner, width)
+        self.wide = nn.Parameter(torch.cat([self.wide.detach(), more]))
+
+    def expert(self, x: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        return super().expert(x, expert) if expert < EXPERTS else x
+
+
 class InTurns(Experts):
     """Gate and up in turns, transposed, with biases on both sides."""
 
@@ -127,7 +139,8 @@ class Block(nn.Module):
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, EXPERTS, bias=False), experts
+        count = max(p.shape[0] for p in experts.parameters())
+        self.router, self.experts = nn.Linear(WIDTH, count, bias=False), experts
         self.up = nn.Linear(WIDTH, INNER, bias=False)
         self.down = nn.Linear(INNER, WIDTH)
 

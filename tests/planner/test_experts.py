@@ -19,6 +19,7 @@ from tests.mixtures import (
     WIDTH,
     Block,
     Grouped,
+    HandingThrough,
     Layer,
     Model,
     Packed,
@@ -263,3 +264,15 @@ def test_gemma(shard: str, tp: int, ep: int) -> None:
         plan = ways(plan)[shard]
     made = tpplan.verify(make, plan, tp, ep=ep, sequence_parallel=False)
     assert max(made.output_error, made.gradient_error) <= 1e-5
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_experts_that_hand_tokens_through(tp: int) -> None:
+    """What no parameter is in is whole on every rank, and must be added once."""
+    model = Model(lambda: Block(HandingThrough()))
+    plan = tpplan.load_plan(PLAN)
+    for sp in (False, True):
+        found = tpplan.verify(model, plan, tp, sequence_parallel=sp, inputs=INPUT)
+        assert found.gradient_error <= 1e-5
+    whole = {**RULES, "layers.*.block.experts": {"style": "experts", "shard": "experts"}}
+    assert "some of its parameters are not of one expert each" in refusal(model, rules=whole)

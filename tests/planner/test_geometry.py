@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -442,3 +443,15 @@ def test_where_the_gather_sits_may_be_stated(tmp_path: Path) -> None:
     (boundary,) = plan.modules["layers.0.attn"].boundaries
     assert [a.name for a in boundary.arguments] == ["x"]
     assert boundary.consumers == tuple(f"layers.0.attn.{n}" for n in "qkv")
+
+
+def test_heads_of_what_no_call_came_to() -> None:
+    """A decoder without an encoder: attention to its states has the heads of the attention alike."""
+    config = transformers.BartConfig(decoder_layers=2)
+    with torch.device("meta"):
+        model = transformers.BartForCausalLM(config)
+    plan = compile_plan(model, tpplan.load_plan("auto", model), 4, True)
+    for layer in range(2):
+        for name in ("self_attn", "encoder_attn"):
+            own = plan.modules[f"model.decoder.layers.{layer}.{name}"].attributes
+            assert own == {"num_heads": (16, 4), "embed_dim": (1024, 256)}

@@ -59,6 +59,7 @@ def twin_of(
             memo[id(value)] = buffer_like(value, generator, dtype)
     twin = copy.deepcopy(module, memo)
     without_hooks(twin)
+    keep_in_tables(twin, module)
     for inner in twin.modules():
         if isinstance(inner, DROPOUT):
             inner.p = 0.0
@@ -92,6 +93,25 @@ def buffer_like(
         return torch.ones(value.shape, dtype=torch.bool)
     last = value.shape[-1] if value.dim() else 1
     return torch.arange(last).to(value.dtype).expand(value.shape).clone()
+
+
+def keep_in_tables(twin: nn.Module, model: nn.Module) -> None:
+    """Let a copy look up numbers that it has of buffers without any: what kinds tokens are of."""
+    buffers = [b for b in model.buffers() if b.is_meta and not b.is_floating_point()]
+    if any(b.dtype != torch.bool for b in buffers):
+        for module in twin.modules():
+            if isinstance(module, nn.Embedding):
+                module.register_forward_pre_hook(_InTable(module.num_embeddings), prepend=True)
+
+
+class _InTable:
+    """A forward pre-hook: ids that no row is for stand for one that there is."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tree_map_only(torch.Tensor, lambda ids: ids.remainder(self.rows), args)  # type: ignore[no-any-return]
 
 
 def called(module: nn.Module, call: Call, tensors: Mapping[int, torch.Tensor]) -> Any:

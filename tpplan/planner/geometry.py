@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -67,6 +67,14 @@ class Geometry:
                 group = self.group_of(path)
                 if group not in self.groups:
                     self.groups[group] = self._heads(group)
+        self._take_of_others()
+
+    def _take_of_others(self) -> None:
+        """What no call came to (attention to an encoder's states) has the heads of one alike."""
+        made = {_make(self.model.get_submodule(g)): h for g, h in self.groups.items() if h.heads}
+        for group, heads in self.groups.items():
+            if heads == Heads():
+                self.groups[group] = made.get(_make(self.model.get_submodule(group)), heads)
 
     def _view(self, path: str, dims: tuple[int, ...]) -> tuple[int, int]:
         """The count and the width of heads in a view, which may have the packed parts in it."""
@@ -307,3 +315,9 @@ def _units(name: str, names: Sequence[str], known: Heads, repeat: int) -> int | 
 
 def _kind(name: str) -> str:
     return name.rstrip("0123456789")
+
+
+def _make(module: nn.Module) -> Hashable:
+    """What modules that compute the same of other weights have in common."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+    return type(module), tuple(integers(vars(module)).items()), shapes

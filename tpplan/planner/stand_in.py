@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.observe.twins import buffer_like, without_hooks
+from tpplan.observe.twins import buffer_like, keep_in_tables, without_hooks
 from tpplan.planner.known import Known
 
 _SMALL = 2**16
@@ -32,6 +32,7 @@ def stand_in(model: nn.Module, answering: set[str], known: Known) -> nn.Module:
                     memo[id(value)] = buffer_like(value, generator, torch.float32)
     twin_model = copy.deepcopy(model, memo).eval()
     without_hooks(twin_model)
+    keep_in_tables(twin_model, model)
     return twin_model
 
 

@@ -22,7 +22,7 @@ from tpplan.compiled import CompiledPlan, Element, ModulePlan
 from tpplan.language import FrozenMap
 from tpplan.layout import Rows
 from tpplan.observe.likeness import identity
-from tpplan.observe.twins import buffer_like, held_by
+from tpplan.observe.twins import buffer_like, held_by, keep_in_tables
 from tpplan.places import taken, with_at
 from tpplan.proof.thin_experts import Narrow, narrow_down, thin_experts, with_thin
 from tpplan.styles import named
@@ -135,6 +135,7 @@ def miniature(
                 raise TooLargeError("its tensors are too large to compute with")
             memo[id(value)] = _twin(value, dim, generator)
     twin_model = copy.deepcopy(model, memo)
+    keep_in_tables(twin_model, model)
     for path, module in modules.items():
         _factor(
             module, twin_model.get_submodule(path), compiled.modules.get(path), narrow, generator
