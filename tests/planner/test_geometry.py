@@ -446,7 +446,7 @@ def test_where_the_gather_sits_may_be_stated(tmp_path: Path) -> None:
 
 
 def test_heads_of_what_no_call_came_to() -> None:
-    """A decoder without an encoder: attention to its states has the heads of the attention alike."""
+    """A decoder without an encoder: attention to its states has the heads of one alike."""
     config = transformers.BartConfig(decoder_layers=2)
     with torch.device("meta"):
         model = transformers.BartForCausalLM(config)

@@ -29,16 +29,3 @@ def test_of_a_model() -> None:
     assert all(worst[name] <= 1e-5 for name in errors)
     assert max(worst.values()) > 0
 
-
-class Casting(nn.Module):
-    """A scalar's gradient cancels to almost nothing, and the code asks for float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.down(self.up(x))
-        x = F.layer_norm(x.float() * self.scale.float(), (64,), eps=1e-9)
-        return F.linear(x, torch.eye(64))

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import FakeTensorMode, quiet, unfused, written_by
+from tpplan.language import Diagnostic, PlanError
 from tpplan.places import Argument, Place, tensors_in
 
 
@@ -166,6 +167,10 @@ class Numbers(contextlib.nullcontext[None]):
         return tensor.clone()
 
 
+_EXCHANGED = "the model puts another module in this one's place as it runs on example inputs"
+_WITH_OTHERS = "call it once before, or give inputs= on which it does not"
+
+
 def record(
     shadow: nn.Module,
     mode: FakeTensorMode | Numbers,
@@ -174,8 +179,11 @@ def record(
     """Run ``shadow`` on fake tensors, in the mode (train or eval) it is in, call after call.
 
     Whatever the model's forward raises on these inputs is raised.
+
+    Raises:
+        PlanError: where it has other modules after it.
     """
-    recorder = _Recorder()
+    recorder, own = _Recorder(), dict(shadow.named_modules())
     for name, parameter in shadow.named_parameters(remove_duplicate=False):
         recorder.trace.parameters.setdefault(recorder.number(parameter), name)
     for name, buffer in shadow.named_buffers():
@@ -190,6 +198,10 @@ def record(
             for args, kwargs in calls:
                 fake_args, fake_kwargs = fake_inputs(mode, (args, dict(kwargs)))
                 shadow(*fake_args, **fake_kwargs)
+    left = dict(shadow.named_modules())
+    for path, module in own.items():
+        if left.get(path) is not module:
+            raise PlanError([Diagnostic(f"{path}: {_EXCHANGED}", hint=_WITH_OTHERS)])
     return recorder.trace
 
 

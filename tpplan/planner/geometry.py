@@ -18,6 +18,7 @@ _QUERIES = frozenset({"q", "query", "queries"})
 _KEYS = frozenset({"k", "v", "key", "value", "keys", "values"})
 _COUNTS = ("heads", "kv_heads", "head_dim")
 _TRIED = range(1, 129)
+_UNSEEN = "give inputs= with which its layers are called, or state 'heads:' on this rule"
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,8 @@ class Geometry:
                     computed = expression.evaluate(whole)
                     per_rank = expression.evaluate(local)
                 except ExpressionError as error:
-                    self._say(path, f"{name}: {error}", where)
+                    hint = _UNSEEN if known == Heads() else None
+                    self._say(path, f"{name}: {error}", where, hint)
                     continue
                 if computed != present:
                     message = f"'{text}' is {computed}, but {name} is {present}"

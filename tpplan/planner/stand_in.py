@@ -45,7 +45,11 @@ def _weights(model: nn.Module, answering: set[str]) -> tuple[dict[int, nn.Parame
             if parameter is None or id(parameter) in found:
                 continue
             if path in answering and parameter.numel() > _SMALL:
-                twin = torch.empty(parameter.shape, dtype=torch.float32, device="meta")
+                # of no memory; its code may ask where it is, but not for its numbers
+                twin = torch.full((), torch.nan).expand(parameter.shape)
+            elif parameter.dim() >= 2:  # as wide as it is, its products neither grow nor saturate
+                drawn = torch.randn(parameter.shape, generator=generator)
+                twin = drawn / max(1, drawn.numel() // parameter.shape[0]) ** 0.5
             else:
                 twin = torch.rand(parameter.shape, generator=generator) + 0.5
             found[id(parameter)] = nn.Parameter(twin, requires_grad=False)
