@@ -137,8 +137,11 @@ def thinned(
         rest = [c for c in rest if len(c) == 1 or any(n != hidden for n in c)]
         options.append([(name, (int(parameter.shape[0]), *c)) for c in rest])
     shapes = len(options)
+    counts = {p.shape[0] for p in parameters.values() if p.dim() == 3}
     for name, n in numbers.items():
-        options.append([(name, small) for small in sizes(n)] or [(name, n)])
+        small = [(name, size) for size in sizes(n)]
+        # as many experts as there are columns: it may count either
+        options.append([*small, (name, n)] if n in counts or not small else small)
     for chosen in itertools.product(*options):
         own = {name: n for name, n in chosen[shapes:] if n != numbers[name]}
         yield Thin(width, hidden, columns, inner, dict(chosen[:shapes]), own)

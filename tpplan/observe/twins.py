@@ -91,8 +91,8 @@ def buffer_like(
         return torch.rand(value.shape, generator=generator, dtype=wide)
     if value.dtype == torch.bool:
         return torch.ones(value.shape, dtype=torch.bool)
-    last = value.shape[-1] if value.dim() else 1
-    return torch.arange(last).to(value.dtype).expand(value.shape).clone()
+    counted = torch.arange(value.shape[-1] if value.dim() else 1)
+    return counted.to(value.dtype).expand(value.shape or 1).clone().view(value.shape)
 
 
 def keep_in_tables(twin: nn.Module, model: nn.Module) -> None:

@@ -45,8 +45,10 @@ def _weights(model: nn.Module, answering: set[str]) -> tuple[dict[int, nn.Parame
             if parameter is None or id(parameter) in found:
                 continue
             if path in answering and parameter.numel() > _SMALL:
-                # of no memory; its code may ask where it is, but not for its numbers
-                twin = torch.full((), torch.nan).expand(parameter.shape)
+                # of no memory; code asks where a table is (ids.to(table.weight.device)) and may
+                # write to others, but no code has numbers of either
+                table = torch.full((), torch.nan).expand(parameter.shape)
+                twin = table if isinstance(module, nn.Embedding) else table.to("meta")
             elif parameter.dim() >= 2:  # as wide as it is, its products neither grow nor saturate
                 drawn = torch.randn(parameter.shape, generator=generator)
                 twin = drawn / max(1, drawn.numel() // parameter.shape[0]) ** 0.5
