@@ -28,4 +28,3 @@ def test_of_a_model() -> None:
     worst = own_rounding(reference, reference)
     assert all(worst[name] <= 1e-5 for name in errors)
     assert max(worst.values()) > 0
-

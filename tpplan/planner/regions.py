@@ -60,6 +60,9 @@ class Regions:
         if any(rows.shared() for rows in found.sizes.layouts.values()):
             calls += padded(found.model, calls[0])
         failure, settled = self._failure(calls), set[str]()
+        if failure is not None and failure.rank is None:
+            calls = [*given, *calls[len(given) :]]  # code that takes inputs of one size only
+            failure = self._failure(calls)
         while failure is not None:
             region = self._region(failure.path)
             if region is None or folded(region) in settled:

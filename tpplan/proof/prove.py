@@ -9,6 +9,7 @@ and every buffer must be the same, in float64.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,10 +119,15 @@ def _staged(
 ) -> tuple[nn.Module, CompiledPlan, list[Scene], list[list[Result]]]:
     """The smallest model that runs: some code reads the weight of another module, or a layer's."""
     failure: Exception | None = None
-    for skip, thin in ((True, True), (False, True), (False, False)):
+    calls = calls_for(model, inputs)
+    short = tuple(shortened(call) for call in calls)
+    # some code takes inputs of one size only: speech, of which all frames are encoded
+    sizes = (short,) if all(a is b for a, b in zip(short, calls, strict=True)) else (short, calls)
+    smaller = ((True, True), (False, True), (False, False))
+    for each, (skip, thin) in itertools.product(sizes, smaller):
         try:
             small, plan = miniature(model, compiled, skip, thin)
-            scenes, expected = _played(model, small, compiled, inputs)
+            scenes, expected = _played(model, small, compiled, each, inputs is None)
         except Exception as error:
             failure = failure or error
             continue
@@ -133,16 +139,14 @@ def _staged(
 
 
 def _played(
-    model: nn.Module, small: nn.Module, compiled: CompiledPlan, inputs: Any
+    model: nn.Module, small: nn.Module, compiled: CompiledPlan, given: Sequence[Call], draw: bool
 ) -> tuple[list[Scene], list[list[Result]]]:
     """The steps that the unsharded model can take, and what they give on each rank of ep.
 
-    The first one it must take.
+    The first one it must take. ``draw``: whether the ids given are none of the user's.
     """
     generator = torch.Generator().manual_seed(1)
-    calls = [shortened(call) for call in calls_for(model, inputs)]
-    if inputs is None:
-        calls = [random_ids(small, call, generator) for call in calls]
+    calls = [random_ids(small, call, generator) for call in given] if draw else [*given]
     calls = [widened(drawn_where_alike(call, generator)) for call in calls]
     dim = compiled.plan.sequence_dim
     twins = [unsharded(small) for _ in range(compiled.ep)]
@@ -177,8 +181,8 @@ def _played(
             plays(Scene("in training", call, True, optional=fixed))
         fuller = with_options(model.forward, call, lambda tried: _accepts(twins[0], tried))
         if fuller is not call:
-            given = ", ".join(name for name in fuller[1] if name not in call[1])
-            plays(Scene(f"given {given}", fuller, optional=True))
+            names = ", ".join(name for name in fuller[1] if name not in call[1])
+            plays(Scene(f"given {names}", fuller, optional=True))
         for asking in routed(model, call) if shares_experts(compiled) else ():
             plays(Scene("with routing", asking, True, optional=fixed))
         plays(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
