@@ -37,6 +37,16 @@ HEADS = (
     *("model", "plan", "TP: error", "forward", "backward", "on a rank"),
     *("TP+SP: error", "forward", "backward", "transformers"),
 )
+WITHOUT = {
+    "dbrx": "its experts lie one below the other in matrices (experts x rows, width), held by a "
+    "module inside of the one that multiplies by them; `experts` takes (experts, rows, columns)",
+    "gemma4_assistant": "no config of its own defaults: a draft model of a few layers, which "
+    "attends to the keys and values of the model that it drafts for",
+    "gemma4_unified_assistant": "as gemma4_assistant",
+    "reformer": "runs its layers again in a backward of its own, which takes training mode, and "
+    "attends in buckets of the sequence by a hash",
+}
+"""The types that no plan is for, and why."""
 _LONGEST_REASON = 110
 
 
@@ -240,6 +250,8 @@ def document(sections: Mapping[str, Sequence[Row]], tp: int, command: str) -> st
     for title, rows in sections.items():
         lines = [f"- {line}" for line in totals(rows)]
         parts += [f"## {title}", "\n".join(lines), markdown(HEADS, (row.cells for row in rows))]
+        why = [f"- {r.name}: {WITHOUT[r.name]}" for r in rows if r.name in WITHOUT]
+        parts += ["No plan is for these:", "\n".join(why)] if why else []
     return "\n\n".join(parts) + "\n"
 
 
