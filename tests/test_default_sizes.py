@@ -1,7 +1,7 @@
 """Every causal-LM type as its default config has it, on the meta device: the shipped plan fits.
 
 The zoo's models are small, and their configs are made for it. What a user has is as large as the
-defaults: weights that no proof computes with, ids in buffers without numbers, other kinds of layers.
+defaults: weights that no proof computes with, ids in buffers without numbers, other layers.
 """
 
 from __future__ import annotations

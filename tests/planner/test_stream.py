@@ -195,3 +195,30 @@ def test_what_is_not_called_is_refused_at_its_rule() -> None:
     said = refused(Stack(lambda _: Idle()), {"layers.*.unused": "colwise"}, False)
     assert "layers.*.unused (2 of them): was not called" in said
     assert "layers.*.unused: colwise" in said
+
+
+class SideBySide(Layer):
+    """The stream is several (hyper-connections): a layer works on their mean, adds to each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares = nn.Parameter(torch.tensor([0.5, 1.5]))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        made = self.out(self.fc(x.mean(2)).relu())
+        return x + self.shares[:, None] * made.unsqueeze(2)
+
+
+class Several(Stack):
+    """Makes two streams of one, and one of two."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = torch.stack([x, 2 * x], 2)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum(2)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+def test_streams_side_by_side(sp: bool) -> None:
+    assert not wrong(Several(lambda _: SideBySide()), {"layers.*.shares": "replicate"}, sp)

@@ -137,7 +137,9 @@ class _Replay:
         if path in self.columns or style.answers or style.stacked:
             return True
         size = sum(p.numel() for p in module._parameters.values() if p is not None)
-        return size > _LARGE and path in called and not list(module.children())
+        weight = module._parameters.get("weight")
+        product = weight is not None and weight.dim() == 2 and not list(module.children())
+        return product and size > _LARGE and path in called
 
     def _watch(self, path: str, module: nn.Module) -> None:
         plan = self.plans.get(path)
