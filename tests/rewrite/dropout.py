@@ -69,6 +69,34 @@ class Functional(nn.Module):
         return self.head(x)
 
 
+class TokensLayer(nn.Module):
+    """Works on tokens without their batch, as OPT's layers do."""
+
+    def __init__(self, function: bool) -> None:
+        super().__init__()
+        self.fc, self.out, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(P)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.size(-1))
+        made = self.out(self.fc(tokens).relu())
+        made = F.dropout(made, P, self.training) if self.function else self.drop(made)
+        return (tokens + made).view(x.shape)
+
+
+class Tokens(nn.Module):
+    """Such layers."""
+
+    def __init__(self, function: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TokensLayer(function) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 FUNCTIONAL: dict[str, Any] = {
     "tpplan": 1,
     "rules": {

@@ -25,6 +25,7 @@ from tests.compare import (
     beyond,
     compare_gradients,
     error,
+    full,
     gradient_errors,
     local,
     same,
@@ -38,6 +39,7 @@ from tests.rewrite.dropout import (
     MODELS,
     Masks,
     P,
+    Tokens,
     equal,
     gathered,
     gpt,
@@ -237,6 +239,24 @@ def training_job(mesh: DeviceMesh, sp: bool) -> Errors:
             name, {n: same(all(torch.equal(o[n], p) for o in others)) for n, p in whole.items()}
         )
     return found.errors
+
+
+def tokens_job(mesh: DeviceMesh, function: bool) -> Errors:
+    """Equal rows, as tokens without their batch, of which every rank has other ones."""
+    torch.manual_seed(0)
+    model = Tokens(function).train()
+    rules = {"layers.*.fc": "colwise", "layers.*.out": "rowwise"}
+    x = torch.randn(2, 8, 16)
+    tpplan.parallelize(model, {"tpplan": 1, "rules": rules}, mesh=mesh, inputs=x)
+    torch.manual_seed(1)
+    rows = full(model(torch.ones_like(x)).detach()).unbind(1)
+    return {"no mask twice": same(all_differ([*rows]))}
+
+
+@SIZES
+@pytest.mark.parametrize("function", [False, True], ids=["module", "function"])
+def test_masks_of_tokens_without_their_batch(ranks: Ranks, tp: int, function: bool) -> None:
+    assert beyond(ranks.run(tp, tokens_job, function)) == {}
 
 
 @SIZES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 
 from tpplan.observe.trace import Op, Trace
@@ -13,10 +14,12 @@ class Noise:
     Attributes:
         parts: tensors that are parts of a sum: what each rank draws for them must be the same.
         whole: what regions beside the stack gave, and what became of it: whole on every rank.
+        tokens: how many rows the stream has without its batch.
     """
 
-    def __init__(self, trace: Trace, parts: Set[int], dim: int) -> None:
+    def __init__(self, trace: Trace, parts: Set[int], dim: int, streams: Set[int]) -> None:
         self.trace, self.parts, self.dim = trace, parts, dim
+        self.tokens = {math.prod(trace.shapes[n][: dim + 1]) for n in streams}
         self.whole: set[int] = set()
         self.drawn: dict[int, frozenset[int]] = {}
         self.met: dict[int, set[str]] = {}
@@ -38,7 +41,11 @@ class Noise:
     def is_cut(self, number: int) -> bool:
         """Whether a tensor of the stream has a sequence of which each rank has its rows."""
         shape = self.trace.shapes[number]
-        return number not in self.whole and len(shape) > self.dim + 1 and shape[self.dim] > 1
+        if number in self.whole or len(shape) <= self.dim:
+            return False
+        if len(shape) == self.dim + 1:
+            return shape[0] in self.tokens
+        return shape[self.dim] > 1
 
     def note(self, index: int, op: Op, kind: str) -> None:
         """What random numbers are drawn for: where they are drawn by themselves, what they meet."""

@@ -82,7 +82,10 @@ class Walk(Notes):
         self.maker: dict[int, str] = {}
         self.trained: set[int] = set()
         parts = frozenset[int]().union(*(region.parts for region in bare.values()))
-        self.noise = Noise(trace, parts, dim)
+        given = (
+            c.given_as(elements[c.path].argument.name) for c in trace.calls if c.path in elements
+        )
+        self.noise = Noise(trace, parts, dim, {number for number in given if number is not None})
         self.entry = {
             call.index: self._entries(call) for call in trace.calls if call.path in boundaries
         }
