@@ -38,13 +38,18 @@ WHY = """Why some are worse:
 - diffllama: right at tp 2. At tp 4 a rank needs a key-value head of each half, and another value of
   an attribute then, which the shipped plan says; where a plan is asked for tp 4, neither is found,
   and attention is left whole.
-- deepseek_v4: attention is whole in both. The module before the head has modules inside, which are
-  taken one by one; its own code then acts on the stream outside of the layers, which under TP+SP
-  costs four collectives. The shipped plan runs all of it on rows.
 - gemma3n, gemma3n_text: some layers cut off by the mean and deviation of a whole width, and the
   search has one rule for all layers of a make; the shipped plan tells them apart by their numbers.
 - git: what is chosen is the plan for TP, where both cost the same. Under TP+SP its norms before
-  patches and tokens are put together are on rows, and gathered; the shipped plan has them whole."""
+  patches and tokens are put together are on rows, and gathered; the shipped plan has them whole.
+- blt: its table of hashes, two thirds of the parameters of the real model and few of the tiny one's,
+  is left whole, since it is looked up six times; the shipped plan shards it.
+- inkling2_text: its layers are of two kinds, and what sliding and full attention have in common
+  gets one way; the search found none that is right for both, and left attention whole.
+- jetmoe: experts that take tokens sorted by whom they chose, with the counts as numbers: no trace
+  shows which columns belong together. The shipped plan names the two weights.
+- xlnet: attention, whole in both, is given all rows by the shipped plan (`input: gather`), so that
+  it runs under TP+SP too; of a module of bare parameters the search does not try that."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 from tpplan.observe.twins import buffer_like, keep_in_tables, without_hooks
 from tpplan.planner.known import Known
+from tpplan.planner.match import folded
 
 _SMALL = 2**16
+_LARGE = 2**20
 
 
 def stand_in(model: nn.Module, answering: set[str], known: Known) -> nn.Module:
@@ -40,8 +43,9 @@ def _weights(model: nn.Module, answering: set[str]) -> tuple[dict[int, nn.Parame
     """The copies' parameters by the ids of the model's, and the state of what they are drawn of."""
     generator = torch.Generator().manual_seed(0)
     found: dict[int, nn.Parameter] = {}
+    alike: dict[tuple[str, str, torch.Size], torch.Tensor] = {}
     for path, module in model.named_modules():
-        for parameter in module._parameters.values():
+        for leaf, parameter in module._parameters.items():
             if parameter is None or id(parameter) in found:
                 continue
             if path in answering and parameter.numel() > _SMALL:
@@ -49,10 +53,20 @@ def _weights(model: nn.Module, answering: set[str]) -> tuple[dict[int, nn.Parame
                 # write to others, but no code has numbers of either
                 table = torch.full((), torch.nan).expand(parameter.shape)
                 twin = table if isinstance(module, nn.Embedding) else table.to("meta")
-            elif parameter.dim() >= 2:  # as wide as it is, its products neither grow nor saturate
-                drawn = torch.randn(parameter.shape, generator=generator)
-                twin = drawn / max(1, drawn.numel() // parameter.shape[0]) ** 0.5
+            elif parameter.numel() > _LARGE:  # drawn once for all layers
+                key = folded(path), leaf, parameter.shape
+                if key not in alike:
+                    alike[key] = _drawn(parameter.shape, generator)
+                twin = alike[key]
             else:
-                twin = torch.rand(parameter.shape, generator=generator) + 0.5
+                twin = _drawn(parameter.shape, generator)
             found[id(parameter)] = nn.Parameter(twin, requires_grad=False)
     return found, generator.get_state()
+
+
+def _drawn(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Numbers for a parameter: however wide it is, its products neither grow nor saturate."""
+    if len(shape) < 2:
+        return torch.rand(shape, generator=generator) + 0.5
+    width = max(1, math.prod(shape[1:]))
+    return torch.randn(shape, generator=generator).div_(math.sqrt(width))

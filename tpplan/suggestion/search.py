@@ -21,6 +21,7 @@ from tpplan.proof import prove
 from tpplan.styles import named
 from tpplan.suggestion.anatomy import Anatomy
 from tpplan.suggestion.draft import WHOLE, Decision, Slot
+from tpplan.suggestion.layouts import ON_ROWS
 from tpplan.suggestion.patterns import Names, patterns_of
 from tpplan.suggestion.text import plan_from, written
 
@@ -52,6 +53,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.names = Names(self.model)
+        self.joined: list[str] = []
         self.proved: set[tuple[str, bool]] = set()
         self.known = {*self.names.modules.values(), *self.names.tensors}
         self.held = {name: p.numel() for name, p in self.model.named_parameters()}
@@ -84,8 +86,24 @@ class Search:
                     slot.at, slot.refused = at, slot.refused[:at]
             else:
                 self.without = ""
+                self._join()
                 return
         self.keys = {}
+
+    def _join(self) -> None:
+        """Modules around the layers whose own code computes with parameters, on rows as they are.
+
+        Of their parts, taken one by one, what is whole is given all rows.
+        """
+        layers = self.anatomy.elements
+        owners = dict.fromkeys(p.rpartition(".")[0] for p in self.decisions() if p in self.held)
+        for owner in owners:
+            around = any(layer == owner or layer.startswith(f"{owner}.") for layer in layers)
+            if not owner or around or any(owner.startswith(f"{layer}.") for layer in layers):
+                continue
+            self.joined.append(owner)
+            if not all(self.holds(self.decisions(), mode) for mode in (True, False)):
+                self.joined.remove(owner)
 
     def _stacks(self) -> Iterator[dict[str, object]]:
         """Entries of the plan that name the stack, where it is not found without."""
@@ -114,7 +132,11 @@ class Search:
         # what is in a module that is left whole is whole with it
         around = tuple(f"{path}." for s in slots if s.left_whole for path in s.decisions())
         inside = {p for s in slots if not s.region for p in s.paths if p.startswith(around)}
-        return {path: decision for path, decision in found.items() if path not in inside}
+        found = {path: decision for path, decision in found.items() if path not in inside}
+        for owner in self.joined:
+            found = {p: d for p, d in found.items() if not p.startswith(f"{owner}.")}
+            found[owner] = ON_ROWS
+        return found
 
     def holds(self, decisions: Mapping[str, Decision], sequence_parallel: bool) -> bool:
         """Whether other decisions are proved as well."""
