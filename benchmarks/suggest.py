@@ -42,8 +42,8 @@ WHY = """Why some are worse:
   search has one rule for all layers of a make; the shipped plan tells them apart by their numbers.
 - git: what is chosen is the plan for TP, where both cost the same. Under TP+SP its norms before
   patches and tokens are put together are on rows, and gathered; the shipped plan has them whole.
-- blt: its table of hashes, two thirds of the parameters of the real model and few of the tiny one's,
-  is left whole, since it is looked up six times; the shipped plan shards it.
+- blt: its table of hashes, two thirds of the real model's parameters and few of the tiny one's, is
+  left whole, since it is looked up six times; the shipped plan shards it.
 - inkling2_text: its layers are of two kinds, and what sliding and full attention have in common
   gets one way; the search found none that is right for both, and left attention whole.
 - jetmoe: experts that take tokens sorted by whom they chose, with the counts as numbers: no trace
