@@ -399,12 +399,33 @@ class Experts(Quiet):
         return out
 
 
-class Mixture(Quiet):
-    """Two of four experts for each token, and an MLP for all of them."""
+class HandingThrough(Quiet):
+    """Four such MLPs, gate before up, without biases, and two experts that give what they get."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.experts, self.shared = nn.Linear(WIDTH, 4), Experts(), MLP(out_bias=True)
+        self.wide = nn.Parameter(torch.empty(6, 2 * INNER, WIDTH))
+        self.narrow = nn.Parameter(torch.empty(4, WIDTH, INNER))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(len(self.wide)):
+            rows, places = torch.where(chosen == expert)
+            y = x[rows]
+            if expert < len(self.narrow):
+                gate, up = F.linear(y, self.wide[expert]).chunk(2, -1)
+                y = F.linear(gate.sigmoid() * up, self.narrow[expert])
+            out = out.index_add(0, rows, (y * factors[rows, places, None]).to(out.dtype))
+        return out
+
+
+class Mixture(Quiet):
+    """Two experts for each token, and an MLP for all of them."""
+
+    def __init__(self, experts: Callable[[], nn.Module] = Experts, count: int = 4) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, count), experts()
+        self.shared = MLP(out_bias=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.view(-1, x.size(-1))
@@ -514,6 +535,16 @@ BLOCKS: Mapping[str, Block] = {
     ),
     "experts": Block(
         lambda: Stack(lambda i: Inner(i, Mixture())),
+        {
+            "layers.*.mlp.router": "replicate",
+            "layers.*.mlp.experts": "experts",
+            "layers.*.mlp.shared.fc": "colwise",
+            "layers.*.mlp.shared.out": "rowwise",
+        },
+        MLP_ALONE,
+    ),
+    "experts that hand tokens through": Block(
+        lambda: Stack(lambda i: Inner(i, Mixture(HandingThrough, 6))),
         {
             "layers.*.mlp.router": "replicate",
             "layers.*.mlp.experts": "experts",

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tpplan
 from tests.planner.helpers import WIDTH, Layer, Stack, refused, wrong
 
 
@@ -222,3 +223,39 @@ class Several(Stack):
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 def test_streams_side_by_side(sp: bool) -> None:
     assert not wrong(Several(lambda _: SideBySide()), {"layers.*.shares": "replicate"}, sp)
+
+
+class TokensFirst(nn.Module):
+    """Works on tokens without their batch, whose sequence comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.out(self.fc(x.reshape(-1, WIDTH)).relu())
+        return made.view(-1, x.size(1), WIDTH)
+
+
+class Adding(nn.Module):
+    """Adds what such a module makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = TokensFirst()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tokens_of_a_sequence_that_comes_first(tp: int) -> None:
+    rules = {
+        "layers.*.mlp": {"style": "attention", "gather": ["x"]},
+        "layers.*.mlp.fc": "colwise",
+        "layers.*.mlp.out": "rowwise",
+    }
+    plan = tpplan.load_plan({"tpplan": 1, "sequence_dim": 0, "rules": rules})
+    x = torch.randn(8, 2, WIDTH)
+    found = tpplan.verify(Stack(lambda _: Adding()), plan, tp, inputs=x)
+    assert found.gradient_error <= 1e-5

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+import tpplan
 from benchmarks import zoo
 from tpplan.proof.rounding import Reordered, differences, own_rounding, reordered
 from tpplan.proof.verify import references_of
@@ -28,3 +32,41 @@ def test_of_a_model() -> None:
     worst = own_rounding(reference, reference)
     assert all(worst[name] <= 1e-5 for name in errors)
     assert max(worst.values()) > 0
+
+
+class Low(nn.Module):
+    """On a rank only, whose columns are fewer, the gradient goes through a bfloat16 factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.register_buffer("factor", torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, exact = self.fc(x).relu(), self.get_buffer("factor")
+        if y.shape[-1] == 32:
+            return x + self.out(exact * y)
+        low = exact.to(torch.bfloat16).to(y.dtype)
+        return x + self.out(low * y + ((exact - low) * y).detach())
+
+
+class Lows(nn.Module):
+    """Such layers; with a norm at the end a plain sum of the outputs has no gradient."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(Low() for _ in range(2)), norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.layer_norm(x, (16,)) if self.norm else x
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_float64_hides_is_no_rounding(norm: bool) -> None:
+    torch.manual_seed(0)
+    rules = {"layers.*.fc": "colwise", "layers.*.out": "rowwise"}
+    plan = tpplan.load_plan({"tpplan": 1, "sequence_parallel": False, "rules": rules})
+    with pytest.raises(tpplan.VerificationError, match="gradients by"):
+        tpplan.verify(Lows(norm), plan, 2, inputs=torch.randn(2, 8, 16))

@@ -96,12 +96,16 @@ def buffer_like(
 
 
 def keep_in_tables(twin: nn.Module, model: nn.Module) -> None:
-    """Let a copy look up numbers that it has of buffers without any: what kinds tokens are of."""
+    """Keep ids within the tables of a copy whose integer buffers are made up.
+
+    They are where the model's have no numbers, on the meta device (BERT's kinds of tokens).
+    """
     buffers = [b for b in model.buffers() if b.is_meta and not b.is_floating_point()]
     if any(b.dtype != torch.bool for b in buffers):
         for module in twin.modules():
             if isinstance(module, nn.Embedding):
-                module.register_forward_pre_hook(_InTable(module.num_embeddings), prepend=True)
+                within = _InTable(module.num_embeddings)
+                module.register_forward_pre_hook(within, prepend=True, with_kwargs=True)
 
 
 class _InTable:
@@ -110,8 +114,8 @@ class _InTable:
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tree_map_only(torch.Tensor, lambda ids: ids.remainder(self.rows), args)  # type: ignore[no-any-return]
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda ids: ids.remainder(self.rows), (args, kwargs))
 
 
 def called(module: nn.Module, call: Call, tensors: Mapping[int, torch.Tensor]) -> Any:

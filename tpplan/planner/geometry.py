@@ -71,11 +71,18 @@ class Geometry:
         self._take_of_others()
 
     def _take_of_others(self) -> None:
-        """What no call came to (attention to an encoder's states) has the heads of one alike."""
-        made = {_make(self.model.get_submodule(g)): h for g, h in self.groups.items() if h.heads}
+        """Where no heads were seen (of attention to states that were not given), those of others.
+
+        That is, of modules that are alike, where they agree.
+        """
+        made: dict[Hashable, set[Heads]] = {}
         for group, heads in self.groups.items():
-            if heads == Heads():
-                self.groups[group] = made.get(_make(self.model.get_submodule(group)), heads)
+            if heads.heads:
+                made.setdefault(_make(self.model.get_submodule(group)), set()).add(heads)
+        for group, heads in self.groups.items():
+            alike = made.get(_make(self.model.get_submodule(group)), set())
+            if heads == Heads() and len(alike) == 1:
+                self.groups[group] = next(iter(alike))
 
     def _view(self, path: str, dims: tuple[int, ...]) -> tuple[int, int]:
         """The count and the width of heads in a view, which may have the packed parts in it."""

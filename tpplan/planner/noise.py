@@ -14,7 +14,7 @@ class Noise:
     Attributes:
         parts: tensors that are parts of a sum: what each rank draws for them must be the same.
         whole: what regions beside the stack gave, and what became of it: whole on every rank.
-        tokens: how many rows the stream has without its batch.
+        tokens: how many rows streams have where batch and sequence are one dimension.
     """
 
     def __init__(self, trace: Trace, parts: Set[int], dim: int, streams: Set[int]) -> None:

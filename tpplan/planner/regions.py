@@ -56,12 +56,10 @@ class Regions:
     def check(self, given: Sequence[Call]) -> None:
         """Replay the regions on random numbers; say where that fails."""
         found = self.found
-        calls = [shortened(call) for call in given]
-        if any(rows.shared() for rows in found.sizes.layouts.values()):
-            calls += padded(found.model, calls[0])
+        calls = self._with_padding([shortened(call) for call in given])
         failure, settled = self._failure(calls), set[str]()
-        if failure is not None and failure.rank is None:
-            calls = [*given, *calls[len(given) :]]  # code that takes inputs of one size only
+        if failure is not None and failure.rank is None:  # some code takes inputs of one size only
+            calls = self._with_padding(given)
             failure = self._failure(calls)
         while failure is not None:
             region = self._region(failure.path)
@@ -71,6 +69,10 @@ class Regions:
             failure = self._settle(region, failure, calls)
         if failure is not None:
             say_unproved(failure, found, self._width(failure, calls))
+
+    def _with_padding(self, calls: Sequence[Call]) -> list[Call]:
+        shared = any(rows.shared() for rows in self.found.sizes.layouts.values())
+        return [*calls, *(padded(self.found.model, calls[0]) if shared else [])]
 
     def _failure(self, calls: Sequence[Call]) -> Failure | None:
         found = self.found

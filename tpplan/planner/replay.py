@@ -74,7 +74,7 @@ def prove(
         lists: those with a module for each head.
         every: whether it takes all ranks to make a sum, and not some as well as all.
         known: of the model, from proving it for other ranks.
-        called: the modules that are; of others the weights are read.
+        called: the modules that the trace came to; of others at most the weights are used.
         shown: modules of whose results code is shown a rank's share of the width, as a trial.
     """
     replay = _Replay(model, plans, layouts, columns, bare, lists, tp, known, called)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from typing import Any
 
 import torch
@@ -11,10 +12,9 @@ from torch import nn
 
 from tpplan.observe.twins import buffer_like, keep_in_tables, without_hooks
 from tpplan.planner.known import Known
-from tpplan.planner.match import folded
 
 _SMALL = 2**16
-_LARGE = 2**20
+_ONCE = 2**20
 
 
 def stand_in(model: nn.Module, answering: set[str], known: Known) -> nn.Module:
@@ -53,8 +53,8 @@ def _weights(model: nn.Module, answering: set[str]) -> tuple[dict[int, nn.Parame
                 # write to others, but no code has numbers of either
                 table = torch.full((), torch.nan).expand(parameter.shape)
                 twin = table if isinstance(module, nn.Embedding) else table.to("meta")
-            elif parameter.numel() > _LARGE:  # drawn once for all layers
-                key = folded(path), leaf, parameter.shape
+            elif parameter.numel() > _ONCE:  # for all layers of a stack
+                key = re.sub(r"\d+", "*", path, count=1), leaf, parameter.shape
                 if key not in alike:
                     alike[key] = _drawn(parameter.shape, generator)
                 twin = alike[key]
@@ -65,7 +65,7 @@ def _weights(model: nn.Module, answering: set[str]) -> tuple[dict[int, nn.Parame
 
 
 def _drawn(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """Numbers for a parameter: however wide it is, its products neither grow nor saturate."""
+    """Numbers for a parameter, of which products do not grow with its width."""
     if len(shape) < 2:
         return torch.rand(shape, generator=generator) + 0.5
     width = max(1, math.prod(shape[1:]))

@@ -228,9 +228,11 @@ class Walk(Notes):
     def _rows_of(self, number: int, stream: int) -> bool:
         """Whether a tensor has the rows of the stream, in its shape or without their batch."""
         rows, whole = self.trace.shapes[number][:-1], self.trace.shapes[stream][:-1]
-        up_to = self.dim + 1  # the stream may have more of a position side by side
-        alike = len(rows) >= up_to and rows[:up_to] == whole[:up_to]
-        return alike or (len(rows) == 1 and rows[0] == math.prod(whole[:up_to]))
+        # the stream may have several of a position, side by side behind its batch and sequence
+        leading = whole[: max(2, self.dim + 1)]
+        if len(rows) == 1:
+            return rows[0] in (math.prod(whole), math.prod(leading))
+        return rows in (whole, leading)
 
     # --- call by call, op by op
 

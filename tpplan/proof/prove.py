@@ -143,7 +143,7 @@ def _played(
 ) -> tuple[list[Scene], list[list[Result]]]:
     """The steps that the unsharded model can take, and what they give on each rank of ep.
 
-    The first one it must take. ``draw``: whether the ids given are none of the user's.
+    The first one it must take. ``draw``: whether to draw ids, since none were the user's.
     """
     generator = torch.Generator().manual_seed(1)
     calls = [random_ids(small, call, generator) for call in given] if draw else [*given]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from tpplan.comm.products import deferring
-from tpplan.compat import local_of, simulate
+from tpplan.compat import local_of, simulate, unmoded
 from tpplan.compiled import CompiledPlan
 from tpplan.observe.grouped import InAnyPrecision
 from tpplan.observe.shadow import Call
 from tpplan.proof.calls import other_batch
+from tpplan.proof.exact import exact
 from tpplan.proof.step import outputs_of
 from tpplan.proof.stopped import Stopped
 from tpplan.rewrite import apply
@@ -34,6 +36,7 @@ class Reference:
         called: the modules that ran.
         over_ep: what it is on each rank of ep, where there are several: of its own batch, and of
             experts that these share the mean of all their gradients.
+        wide: whether all is computed in float64, whatever the model's code asks for.
     """
 
     model: nn.Module
@@ -43,6 +46,7 @@ class Reference:
     gradients: Mapping[str, torch.Tensor | None]
     called: frozenset[str]
     over_ep: tuple[Reference, ...] = ()
+    wide: bool = False
 
     def on(self, place: int) -> Reference:
         """What it is on one of the ranks of ep."""
@@ -136,9 +140,11 @@ def backward(outputs: list[torch.Tensor], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed + 1)
     parts = []
     for t in outputs:
-        weights = torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t.dtype)
+        with unmoded():  # nothing is random to `exact`
+            weights = torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t.dtype)
         parts.append((whole(t) * weights).sum())
-    torch.stack(parts).sum().backward()
+    # not .backward(), which takes a mode off for what is computed again there
+    torch.autograd.backward([torch.stack(parts).sum()])
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
@@ -152,7 +158,11 @@ def run_rank(mesh: DeviceMesh, reference: Reference, compiled: CompiledPlan) -> 
     Raises:
         Stopped: where the model's code does.
     """
-    reference = reference.on(places_of(mesh, compiled)[0])
+    with exact() if reference.wide else contextlib.nullcontext():
+        return _run_rank(mesh, reference.on(places_of(mesh, compiled)[0]), compiled)
+
+
+def _run_rank(mesh: DeviceMesh, reference: Reference, compiled: CompiledPlan) -> Outcome:
     model = copy.deepcopy(reference.model)
     model.zero_grad(set_to_none=True)
     apply(model, compiled, mesh, src_data_rank=None, outside=False)

@@ -7,7 +7,6 @@ real gloo processes.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import time
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
@@ -253,13 +251,13 @@ def _check(
     name, gradient_error = _worst_gradient(outcomes)
     output_error, rounding = max(o.output_error for o in outcomes), 0.0
     if not output_error <= tolerance or not gradient_error <= tolerance:
-        exact, own = _in_float64(reference, compiled, processes)
-        found = max((o.output_error for o in exact), default=float("inf"))
-        _, wrong = _worst_gradient(exact)
+        wide, own = _in_float64(reference, compiled)
+        found = max((o.output_error for o in wide), default=float("inf"))
+        _, wrong = _worst_gradient(wide)
         errors = [("", output_error)]
         errors += [pair for o in outcomes for pair in o.gradient_errors.items()]
         rounded = all(e <= max(tolerance, _ALIKE * own.get(n, 0.0)) for n, e in errors)
-        if not exact or not rounded or not max(found, wrong) <= _EXACT * tolerance:
+        if not wide or not rounded or not max(found, wrong) <= _EXACT * tolerance:
             raise _diverged(reference, compiled, output_error, name, gradient_error)
         rounding = max(output_error, gradient_error)
         output_error, gradient_error = found, wrong
@@ -287,7 +285,7 @@ def _worst_gradient(outcomes: list[Outcome]) -> tuple[str, float]:
 
 
 def _in_float64(
-    reference: Reference, compiled: CompiledPlan, processes: bool
+    reference: Reference, compiled: CompiledPlan
 ) -> tuple[list[Outcome], dict[str, float]]:
     """The same in float64, where a mistake stays and rounding goes; nothing where it cannot run.
 
@@ -300,27 +298,18 @@ def _in_float64(
         with exact():  # also where its code asks for float32
             call = widened(reference.call)
             found = differentiate(twin, call, reference.seed)
-            wide = Reference(twin, call, reference.seed, *found, reference.called)
+            wide = Reference(twin, call, reference.seed, *found, reference.called, wide=True)
             wide = with_batches(wide, compiled)
-        return _run(wide, compiled, processes, exact), own_rounding(reference, wide)
+        # on simulated ranks in any case: no process computes in float64 against its code's will
+        return _run(wide, compiled, processes=False), own_rounding(reference, wide)
     except Exception:  # a model that takes no float64
         return [], {}
 
 
-def _run(
-    reference: Reference,
-    compiled: CompiledPlan,
-    processes: bool,
-    within: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-) -> list[Outcome]:
+def _run(reference: Reference, compiled: CompiledPlan, processes: bool) -> list[Outcome]:
     if processes:
         return run_processes(reference, compiled)
-
-    def rank(mesh: DeviceMesh) -> Outcome:
-        with within():
-            return run_rank(mesh, reference, compiled)
-
-    return simulated(compiled, rank)
+    return simulated(compiled, lambda mesh: run_rank(mesh, reference, compiled))
 
 
 def _mode(compiled: CompiledPlan) -> str:

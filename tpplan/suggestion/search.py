@@ -91,15 +91,17 @@ class Search:
         self.keys = {}
 
     def _join(self) -> None:
-        """Modules around the layers whose own code computes with parameters, on rows as they are.
+        """Give modules outside of the layers whose own code uses parameters one rule, on rows.
 
-        Of their parts, taken one by one, what is whole is given all rows.
+        It stands for the rules of their parts, where that is proved: a part that is whole is given
+        all rows, which costs a gather.
         """
         layers = self.anatomy.elements
         owners = dict.fromkeys(p.rpartition(".")[0] for p in self.decisions() if p in self.held)
         for owner in owners:
             around = any(layer == owner or layer.startswith(f"{owner}.") for layer in layers)
-            if not owner or around or any(owner.startswith(f"{layer}.") for layer in layers):
+            outer = (*layers, *self.joined)
+            if not owner or around or any(owner.startswith(f"{other}.") for other in outer):
                 continue
             self.joined.append(owner)
             if not all(self.holds(self.decisions(), mode) for mode in (True, False)):

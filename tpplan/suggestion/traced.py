@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from tpplan.compat import FakeTensorMode, NeedsValuesError
+from tpplan.kernels.experts import held_in
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.shadow import Call, calls_for, computing_shadow_of, shadow_of
@@ -49,17 +50,9 @@ def stacked_experts(model: nn.Module) -> set[str]:
     for path, module in model.named_modules():
         stacks = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
         sizes = {int(p.shape[0]) for p in stacks}
-        if len(stacks) > 1 and (len(sizes) == 1 or _with_more(stacks)) and min(sizes) > 1:
+        if len(stacks) > 1 and (len(sizes) == 1 or held_in(stacks) is not None) and min(sizes) > 1:
             found |= set() if isinstance(module, _ConvNd) else {path}
     return found
-
-
-def _with_more(stacks: Sequence[torch.Tensor]) -> bool:
-    """Whether the first of two matrices of each expert has a place for some without a second."""
-    if len(stacks) != 2:
-        return False
-    (many, into, width), (count, out, columns) = (p.shape for p in stacks)
-    return many > count and width == out and into in (columns, 2 * columns)
 
 
 def _hidden(shadow: nn.Module, stacked: Iterable[str]) -> nn.Module:
