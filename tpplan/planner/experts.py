@@ -15,6 +15,7 @@ from dataclasses import replace
 from torch import nn
 
 from tpplan.compiled import CompiledPlan, Summed
+from tpplan.kernels.experts import held_in
 from tpplan.language import FrozenMap, Plan, Rule
 from tpplan.observe.experts import OfSizes
 from tpplan.observe.trace import Call, Trace
@@ -151,6 +152,14 @@ def ways(plan: Plan) -> dict[str, Plan]:
 def stacked_in(compiled: CompiledPlan) -> list[str]:
     """The modules that hold stacked experts."""
     return [path for path, plan in compiled.modules.items() if named(plan.style).stacked]
+
+
+def holds_stacks(module: nn.Module) -> bool:
+    """Whether it holds several stacks of matrices, as those of experts are: as many of each."""
+    stacks = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
+    counts = {int(p.shape[0]) for p in stacks}
+    alike = len(counts) == 1 or held_in(stacks) is not None
+    return len(stacks) > 1 and alike and min(counts) > 1
 
 
 def hide(shadow: nn.Module, paths: Iterable[str]) -> None:

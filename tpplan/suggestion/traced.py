@@ -11,13 +11,12 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from tpplan.compat import FakeTensorMode, NeedsValuesError
-from tpplan.kernels.experts import held_in
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.shadow import Call, calls_for, computing_shadow_of, shadow_of
 from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.twins import same_randomness
-from tpplan.planner.experts import hide
+from tpplan.planner.experts import hide, holds_stacks
 
 _SEEDS = range(4)
 
@@ -46,13 +45,8 @@ def trace_of(model: nn.Module, inputs: Any, again: bool = True) -> Trace:
 
 def stacked_experts(model: nn.Module) -> set[str]:
     """The modules that hold several stacks of matrices of one number, as those of experts are."""
-    found = set()
-    for path, module in model.named_modules():
-        stacks = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
-        sizes = {int(p.shape[0]) for p in stacks}
-        if len(stacks) > 1 and (len(sizes) == 1 or held_in(stacks) is not None) and min(sizes) > 1:
-            found |= set() if isinstance(module, _ConvNd) else {path}
-    return found
+    modules = model.named_modules()
+    return {p for p, m in modules if holds_stacks(m) and not isinstance(m, _ConvNd)}
 
 
 def _hidden(shadow: nn.Module, stacked: Iterable[str]) -> nn.Module:
