@@ -216,7 +216,7 @@ class _Pair:
         """
         own: dict[str, float] = {}
         for seed in range(_ORDERS):
-            orders = contextlib.nullcontext(), Reordered(seed)
+            orders: list[Any] = [contextlib.nullcontext(), Reordered(seed)]
             pair = [built(self.case)[0] for _ in orders]
             for step, (batch, length, training) in enumerate(RUNS[: number + 1]):
                 given = inputs(self.case, self.space, batch, length, double)
@@ -225,8 +225,9 @@ class _Pair:
                     with order:
                         moved = model.double() if double else model
                         found.append(_run(moved.train(training), given, step))
-                for name, what in differences(*found, 0.0).items() if step == number else ():
-                    own[name] = max(own.get(name, 0.0), _number(what))
+                if step == number:
+                    for name, what in differences(found[0], found[1], 0.0).items():
+                        own[name] = max(own.get(name, 0.0), _number(what))
                 for model in pair:
                     _train(model, 1e-3 / max(1.0, _largest(found[0])))
         return {n: w for n, w in wrong.items() if not _number(w) <= _ALIKE * own.get(n, 0.0)}
