@@ -40,8 +40,8 @@ HEADS = (
 WITHOUT = {
     "dbrx": "its experts lie one below the other in matrices (experts x rows, width), held by a "
     "module inside of the one that multiplies by them; `experts` takes (experts, rows, columns)",
-    "gemma4_assistant": "no config of its own defaults: a draft model of a few layers, which "
-    "attends to the keys and values of the model that it drafts for",
+    "gemma4_assistant": "its default config cannot be built: a draft model of a few layers, "
+    "which attends to the keys and values of the model that it drafts for",
     "gemma4_unified_assistant": "as gemma4_assistant",
     "reformer": "runs its layers again in a backward of its own, which takes training mode, and "
     "attends in buckets of the sequence by a hash",

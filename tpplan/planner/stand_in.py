@@ -15,6 +15,7 @@ from tpplan.planner.known import Known
 
 _SMALL = 2**16
 _ONCE = 2**20
+_LAYER = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 
 def stand_in(model: nn.Module, answering: set[str], known: Known) -> nn.Module:
@@ -54,7 +55,7 @@ def _weights(model: nn.Module, answering: set[str]) -> tuple[dict[int, nn.Parame
                 table = torch.full((), torch.nan).expand(parameter.shape)
                 twin = table if isinstance(module, nn.Embedding) else table.to("meta")
             elif parameter.numel() > _ONCE:  # for all layers of a stack
-                key = re.sub(r"\d+", "*", path, count=1), leaf, parameter.shape
+                key = _LAYER.sub(r"\1*", path, count=1), leaf, parameter.shape
                 if key not in alike:
                     alike[key] = _drawn(parameter.shape, generator)
                 twin = alike[key]

@@ -300,7 +300,7 @@ def _in_float64(
             found = differentiate(twin, call, reference.seed)
             wide = Reference(twin, call, reference.seed, *found, reference.called, wide=True)
             wide = with_batches(wide, compiled)
-        # on simulated ranks in any case: no process computes in float64 against its code's will
+        # on simulated ranks in any case: real processes abort where the mode is on
         return _run(wide, compiled, processes=False), own_rounding(reference, wide)
     except Exception:  # a model that takes no float64
         return [], {}
