@@ -26,7 +26,7 @@ PERMITTED: Mapping[str, str] = {
     "models": "",
     "kernels": "compat",
     "places": "",
-    "compiled": "layout language kernels places",
+    "compiled": "compat layout language kernels places",
     "comm": "compat layout kernels",
     "roles": "compat kernels places compiled comm",
     "styles": "layout language compiled roles",

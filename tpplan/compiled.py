@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
+from tpplan.compat import Site
 from tpplan.kernels.forms import Form
 from tpplan.kernels.gated_norm import GatedForm
 from tpplan.language import FrozenMap, Plan, Rule
@@ -166,8 +167,10 @@ class Spread:
 
 # What random numbers are drawn for: activations of a sharded region (columns, heads), the stream
 # (rows of its own on each rank under sequence parallelism), what every rank holds whole, or
-# several of these, of which some ask for masks that agree and some for masks that do not.
+# several of these, of which some ask for masks that agree and some for masks that do not: which is
+# for which is told by the place in the code then.
 DrawnFor = Literal["region", "stream", "whole", "mixed"]
+DrawnAt = tuple[tuple[Site, DrawnFor], ...]
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,8 @@ class ModulePlan:
         dispatched: whether it holds whole experts of a rank of ep, to which tokens are sent.
         container: whether the stream passes through it in its global form.
         draws: what it draws random numbers for in training (dropout), None where it draws none.
+        drawn_at: where that is "mixed", what is drawn for at each place in the code; a place that
+            draws for several is not there.
         read: whether other modules' code computes with its parameters (a vocabulary's table, say).
         widened: whether it projects what its region's code is shown a part of.
         unreached: whether none of the calls came to it: it has its part, and cannot be run.
@@ -249,6 +254,7 @@ class ModulePlan:
     dispatched: bool = False
     container: bool = False
     draws: DrawnFor | None = None
+    drawn_at: DrawnAt = ()
     read: bool = False
     widened: bool = False
     unreached: bool = False

@@ -22,7 +22,10 @@ Masks = list[torch.Tensor]
 
 
 class FunctionalBlock(nn.Module):
-    """A post-norm layer that drops out with functions, in its own forward, as BART's do."""
+    """A post-norm layer that drops out with functions, in its own forward, as BART's do.
+
+    Sharded activations too, where ``activation`` is not 0.
+    """
 
     def __init__(self, width: int, activation: float) -> None:
         super().__init__()
@@ -36,6 +39,32 @@ class FunctionalBlock(nn.Module):
         x = self.ln1(x + y)
         y = F.dropout(self.fc(x).relu(), self.activation, self.training)
         return self.ln2(x + F.dropout(self.proj(y), P, self.training))
+
+
+class OneModuleBlock(FunctionalBlock):
+    """Has one module for everything, as XLNet's layers."""
+
+    def __init__(self, width: int, activation: float) -> None:
+        super().__init__(width, activation)
+        self.drop = nn.Dropout(activation)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.ln1(x + self.dropped(self.attn(x)))
+        y = self.dropped(self.fc(x).relu())
+        return self.ln2(x + self.drop(self.proj(y)))
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(x)
+
+
+class OneLineBlock(FunctionalBlock):
+    """Drops sharded and whole activations out in one line."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x = self.ln1(x + self.attn(x))
+        for layer in (self.fc, self.proj):
+            y = F.dropout(layer(y).relu(), self.activation, self.training)
+        return self.ln2(x + y)
 
 
 class FunctionalAttention(nn.Module):
@@ -55,10 +84,16 @@ class FunctionalAttention(nn.Module):
 class Functional(nn.Module):
     """Drops the embeddings out with a function in the model's own forward."""
 
-    def __init__(self, width: int = 64, activation: float = 0.0, layers: int = 2) -> None:
+    def __init__(
+        self,
+        width: int = 64,
+        activation: float = 0.0,
+        layers: int = 2,
+        block: type[FunctionalBlock] = FunctionalBlock,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
-        self.layers = nn.ModuleList(FunctionalBlock(width, activation) for _ in range(layers))
+        self.layers = nn.ModuleList(block(width, activation) for _ in range(layers))
         self.head = nn.Linear(width, VOCAB, bias=False)
         self.reentrant: bool | None = None
 
@@ -133,14 +168,35 @@ def llama(implementation: str = "eager") -> Any:
     return hf("Llama", attention_dropout=P, attn_implementation=implementation)
 
 
+def bart() -> Any:
+    """A BART, whose layers drop out whatever they make with functions."""
+    import transformers
+
+    config = transformers.BartConfig(
+        vocab_size=VOCAB,
+        d_model=64,
+        max_position_embeddings=64,
+        **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+        **{f"{part}_attention_heads": 8 for part in ("encoder", "decoder")},
+        **{f"{part}_ffn_dim": 96 for part in ("encoder", "decoder")},
+        **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), P),
+        attn_implementation="eager",
+    )
+    model = transformers.BartForConditionalGeneration(config)
+    randomize(model, 7)
+    return model.train()
+
+
 def gpt(layers: int = 2) -> CheckpointedGPT:
     model = CheckpointedGPT(vocabulary=VOCAB, layers=layers, dropout=P).train()
     randomize(model, 3)
     return model
 
 
-def functional(activation: float = 0.0, layers: int = 2) -> Functional:
-    model = Functional(activation=activation, layers=layers).train()
+def functional(
+    activation: float = 0.0, layers: int = 2, block: type[FunctionalBlock] = FunctionalBlock
+) -> Functional:
+    model = Functional(activation=activation, layers=layers, block=block).train()
     randomize(model, 4)
     return model
 
@@ -154,6 +210,9 @@ BARE_GPT: dict[str, Any] = {
 MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
     "GPT": (gpt, "gpt"),
     "functional": (functional, FUNCTIONAL),
+    "functional, for both": (lambda: functional(P), FUNCTIONAL),
+    "a module for both": (lambda: functional(P, block=OneModuleBlock), FUNCTIONAL),
+    "BART, for both": (bart, "bart.yaml"),
     "Llama": (llama, "llama.yaml"),
 }
 BARE: dict[str, tuple[Callable[[], Any], Any]] = {"GPT, no rules for dropout": (gpt, BARE_GPT)}

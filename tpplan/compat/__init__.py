@@ -39,6 +39,7 @@ from tpplan.compat.modes import unfused as unfused
 from tpplan.compat.modes import unmoded as unmoded
 from tpplan.compat.modes import unobserved as unobserved
 from tpplan.compat.modes import without_fakes as without_fakes
+from tpplan.compat.ops import draws as draws
 from tpplan.compat.ops import has_data as has_data
 from tpplan.compat.ops import is_composite as is_composite
 from tpplan.compat.ops import is_view as is_view
@@ -48,6 +49,8 @@ from tpplan.compat.ops import written_by as written_by
 from tpplan.compat.pipelines import backward_is_split as backward_is_split
 from tpplan.compat.pipelines import only_sizes_count as only_sizes_count
 from tpplan.compat.recorders import records_nothing as records_nothing
+from tpplan.compat.sites import Site as Site
+from tpplan.compat.sites import running as running
 from tpplan.compat.sizes import always as always
 from tpplan.compat.sizes import larger as larger
 from tpplan.compat.sizes import smaller as smaller

@@ -1,7 +1,8 @@
-"""What ops do to memory, and the queue of a device that they go to."""
+"""What ops do to memory, whether they are random, and the queue of a device that they go to."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,6 +38,18 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
             found += tree_leaves(given)
     return found
+
+
+def draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    # attention ops carry the tag for a dropout that is mostly zero
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given)
+    return True
 
 
 def queue_of(device_type: str) -> int | None:

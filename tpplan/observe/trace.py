@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpplan.compat import FakeTensorMode, quiet, unfused, written_by
+from tpplan.compat import FakeTensorMode, Site, draws, quiet, running, unfused, written_by
 from tpplan.language import Diagnostic, PlanError
 from tpplan.places import Argument, Place, tensors_in
 
@@ -32,7 +32,8 @@ class Call:
     Tensors are numbered in the order they were first seen; two mentions of one number are one
     tensor object, which a module may have been given under several names. ``parent`` is the index
     of the enclosing call, ``given`` everything it was called with, tensors as ``Numbered``,
-    ``places`` where each of ``outputs`` is in what the module gave.
+    ``places`` where each of ``outputs`` is in what the module gave, ``site`` the place in the code
+    that called it.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Call:
     first_op: int = 0
     last_op: int = 0
     given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    site: Site = ()
 
     def given_as(self, name: str) -> int | None:
         """The tensor that is an argument of this name."""
@@ -63,7 +65,8 @@ class Op:
 
     ``scaled``: whether it multiplies what it adds by a number of its own; ``run``: what it is and
     what it was given, tensors as ``Numbered``, unless it acts on each number by itself;
-    ``written``: the tensors among ``inputs`` that it writes to.
+    ``written``: the tensors among ``inputs`` that it writes to; ``site``: the place in the code, of
+    one that is random.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Op:
     scaled: bool = False
     run: tuple[Any, Any] | None = None
     written: tuple[int, ...] = ()
+    site: Site = ()
 
 
 @dataclass
@@ -141,22 +145,12 @@ class _Recorder(TorchDispatchMode):
         written = self.numbers(written_by(func, args, kwargs))
         if self.stack and (made or written):
             pointwise, inputs = torch.Tag.pointwise in func.tags, self.numbers((args, kwargs))
-            draws, scaled = _draws(func, args, kwargs), kwargs.get("alpha", 1) != 1
+            random, scaled = draws(func, args, kwargs), kwargs.get("alpha", 1) != 1
             run = None if pointwise else (func, self.numbered((args, kwargs)))
-            called = (inputs, made, self.stack[-1], draws, pointwise, scaled, run, written)
+            where = running().site if random else ()
+            called = (inputs, made, self.stack[-1], random, pointwise, scaled, run, written, where)
             self.trace.ops.append(Op(str(func), *called))
         return out
-
-
-def _draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    # attention ops carry the tag for a dropout that is mostly zero
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
-            return bool(given)
-    return True
 
 
 class Numbers(contextlib.nullcontext[None]):
@@ -240,6 +234,7 @@ def _hooks(
             arguments=arguments,
             first_op=len(trace.ops),
             given=recorder.numbered((args, kwargs)),
+            site=running().site,
         )
         trace.calls.append(call)
         recorder.stack.append(call.index)

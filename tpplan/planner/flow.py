@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
+from tpplan.compat import Site
 from tpplan.compiled import Detour
 
 
@@ -38,8 +40,8 @@ class Flow:
         flattened: row-parallel layers whose output is not of the stream's shape.
         detours: replicated modules in the stack that are given all of it, and what they take of it.
         inside: modules with a rule of another kind that run inside of such.
-        draws: modules that draw random numbers in their own forward, and what for: "region",
-            "stream", "whole".
+        draws: modules that draw random numbers in their own forward, and, at each place in the
+            code, what for: "region", "stream", "whole".
     """
 
     in_region: set[str] = field(default_factory=set)
@@ -66,4 +68,8 @@ class Flow:
     flattened: list[str] = field(default_factory=list)
     detours: dict[str, Detour] = field(default_factory=dict)
     inside: dict[str, str] = field(default_factory=dict)
-    draws: dict[str, set[str]] = field(default_factory=dict)
+    draws: dict[str, dict[Site, set[str]]] = field(default_factory=dict)
+
+    def note_drawing(self, path: str, site: Site, kinds: Set[str]) -> None:
+        """A module's code draws random numbers, for these."""
+        self.draws.setdefault(path, {}).setdefault(site, set()).update(kinds)

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
+from tpplan.compat import Site
+from tpplan.compiled import DrawnAt, DrawnFor
 from tpplan.observe.trace import Op, Trace
+
+
+def drawn_for(met: Mapping[Site, Set[str]], sequence_parallel: bool) -> DrawnFor | None:
+    """What the random numbers are for that a module draws."""
+    kinds = set[str]().union(*met.values())
+    partial = kinds & ({"region", "stream"} if sequence_parallel else {"region"})
+    if partial and kinds - partial:
+        return "mixed"
+    order: tuple[DrawnFor, ...] = ("region", "stream", "whole")
+    return next((kind for kind in order if kind in kinds), None)
+
+
+def drawn_at(met: Mapping[Site, Set[str]], sequence_parallel: bool) -> DrawnAt:
+    """Where a module draws random numbers for several, what for at each place in its code."""
+    if drawn_for(met, sequence_parallel) != "mixed":
+        return ()
+    kinds = ((site, drawn_for({site: of}, sequence_parallel)) for site, of in met.items())
+    return tuple((site, kind) for site, kind in kinds if kind is not None and kind != "mixed")
 
 
 class Noise:
@@ -62,10 +82,8 @@ class Noise:
         for number in op.outputs:
             self.drawn.pop(number, None)  # written to
 
-    def draws(self) -> Mapping[str, set[str]]:
-        """Module path -> what the random numbers are for that its own code draws."""
-        found: dict[str, set[str]] = {}
+    def draws(self) -> Iterator[tuple[str, Site, set[str]]]:
+        """The modules whose own code draws random numbers, where in it, and what for."""
         for index, met in self.met.items():
-            path = self.trace.calls[self.trace.ops[index].call].path
-            found.setdefault(path, set()).update(met or {"whole"})
-        return found
+            op = self.trace.ops[index]
+            yield self.trace.calls[op.call].path, op.site, met or {"whole"}

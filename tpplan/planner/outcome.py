@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from tpplan.compat import Site
 from tpplan.compiled import (
     Boundary,
     CompiledPlan,
-    DrawnFor,
     Element,
     KernelChoice,
     ModulePlan,
@@ -35,6 +35,7 @@ from tpplan.planner.flow import Flow
 from tpplan.planner.kernels import choose
 from tpplan.planner.known import Known
 from tpplan.planner.match import Matches
+from tpplan.planner.noise import drawn_at, drawn_for
 from tpplan.planner.placing import Placing
 from tpplan.planner.sizes import Sizes
 from tpplan.styles import NONE, Style, named
@@ -46,7 +47,7 @@ class Outcome:
     Attributes:
         known: of the model, from compiling it before.
         multihead: the modules that are regions by themselves.
-        draws: module path -> what its random numbers are for.
+        draws: module path -> where its code draws random numbers -> what for.
         bare: the modules that compute with cut parameters of their own.
         escaping: where, in what modules give, is what a block of experts has besides its sum.
         spreads: whole values that meet a rank's rows of the stream, by the module that has them.
@@ -77,7 +78,7 @@ class Outcome:
     boundaries: Mapping[str, tuple[Boundary, ...]]
     elements: Mapping[str, Element]
     together: Mapping[str, tuple[str, ...]]
-    draws: Mapping[str, set[str]]
+    draws: Mapping[str, Mapping[Site, set[str]]]
     read: set[str]
     probed: Mapping[str, Finding]
     gated: Mapping[str, WidthNorm]
@@ -200,6 +201,7 @@ class Outcome:
         for path, module in self.model.named_modules():
             rule = self.matches.modules.get(path)
             own = tuple(name for name, p in module._parameters.items() if p is not None)
+            drawn = self.draws.get(path, {})
             plan = ModulePlan(
                 path=path,
                 style=None if rule is None else rule.style,
@@ -224,7 +226,8 @@ class Outcome:
                 detour=self.flow.detours.get(path) if self.sequence_parallel else None,
                 spread=self.spreads.get(path),
                 container=path in containers,
-                draws=self.drawn(path),
+                draws=drawn_for(drawn, self.sequence_parallel),
+                drawn_at=drawn_at(drawn, self.sequence_parallel),
                 read=self.lends(path, own),
                 attributes=FrozenMap(self.sizes.attributes.get(path)),
                 cut=FrozenMap(self.sizes.cut.get(path)),
@@ -274,15 +277,6 @@ class Outcome:
 
     def heads_of(self, path: str) -> int:
         return self.sizes.geometry.groups[path].heads or 0 if path in self.sizes.head_inputs else 0
-
-    def drawn(self, path: str) -> DrawnFor | None:
-        """What the random numbers that a module draws in its own forward are for."""
-        kinds = self.draws.get(path, set())
-        partial = kinds & ({"region", "stream"} if self.sequence_parallel else {"region"})
-        if partial and kinds - partial:
-            return "mixed"
-        order: tuple[DrawnFor, ...] = ("region", "stream", "whole")
-        return next((kind for kind in order if kind in kinds), None)
 
     def kernel(self, path: str) -> KernelChoice | None:
         finding = self.probed.get(path)

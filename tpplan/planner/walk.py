@@ -124,8 +124,8 @@ class Walk(Notes):
                     self.leave(call)
             if index < len(self.trace.ops):
                 self.step(index, self.trace.ops[index])
-        for path, met in self.noise.draws().items():
-            self.flow.draws.setdefault(path, set()).update(met)
+        for path, site, met in self.noise.draws():
+            self.flow.note_drawing(path, site, met)
         return self.flow
 
     # --- what styles say of their calls
@@ -267,7 +267,7 @@ class Walk(Notes):
             kind = "region" if given in self.region else "stream" if stream else "whole"
             entered = {n for c in around for n in self.entry.get(c.index, ())}
             kind = "whole" if given in self.noise.parts | self.whole_in_region | entered else kind
-            self.flow.draws.setdefault(call.path, set()).add(kind)
+            self.flow.note_drawing(call.path, call.site, {kind})
 
     def leave(self, call: Call) -> None:
         self.styles.get(call.path, NONE).leave(self, call)

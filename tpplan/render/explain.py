@@ -94,8 +94,7 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
         f"buffer {name}: each rank computes with {rows.length()} along dimension {rows.dim}"
         for name, rows in plan.buffers.items()
     ]
-    if plan.draws is not None:
-        lines.append(_draws(plan.draws, compiled.sequence_parallel))
+    lines += _draws(plan, compiled.sequence_parallel)
     if plan.kernel is not None:
         kernel = plan.kernel
         lines.append(f"computes {kernel.kind} {kernel.reason}")
@@ -129,9 +128,17 @@ def _stated(plan: ModulePlan) -> Container[str]:
     return stated if isinstance(stated, Mapping) else ()
 
 
-def _draws(kind: DrawnFor, sequence_parallel: bool) -> str:
+def _draws(plan: ModulePlan, sequence_parallel: bool) -> list[str]:
+    """What random numbers are drawn for, and by whom."""
+    if plan.draws is None:
+        return []
+    kinds = {kind for _, kind in plan.drawn_at} or {plan.draws}
+    return [_drawn(kind, sequence_parallel) for kind in sorted(kinds)]
+
+
+def _drawn(kind: DrawnFor, sequence_parallel: bool) -> str:
     if kind == "mixed":
-        return "dropout for sharded and for whole tensors at once: refused in training with p > 0"
+        return "dropout at one place of sharded and whole tensors: refused in training with p > 0"
     own = kind == "region" or (kind == "stream" and sequence_parallel)
     masks = "each rank draws its own mask" if own else "all ranks draw the same mask"
     what = {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.comm import Group
-from tpplan.compat import in_backward
+from tpplan.compat import Site, draws, in_backward, running
+from tpplan.compiled import DrawnFor
 from tpplan.roles.lowered import Lowered
 
 
@@ -27,29 +30,43 @@ class Draws(Lowered):
         if not self.training or _is_off(self):
             return super().forward(*args, **kwargs)
         state = self._tpplan
-        stream, kind = state.stream, state.plan.draws
+        kind, module = state.plan.draws, isinstance(self, nn.modules.dropout._DropoutNd)
+        if kind == "mixed" and torch.compiler.is_compiling():
+            self._refuse_compilation()
+        if kind == "mixed" and not module:
+            with _AtSites(self):
+                return super().forward(*args, **kwargs)
         if kind == "mixed":
-            raise RuntimeError(
-                f"{state.plan.path}: it draws dropout masks both for what is sharded over the "
-                "ranks and for what each of them holds whole, which is not supported in training "
-                "with p > 0; set one of the two p to 0 before tpplan.parallelize, or give each "
-                "its own nn.Dropout"
-            )
-        own = kind == "region" or (kind == "stream" and stream.sequence_parallel)
-        if own and isinstance(self, nn.modules.dropout._DropoutNd):
-            return self._dropped(*args, **kwargs)
+            kind = self._drawn_at(running().site)
+        own = self._is_own(kind)
+        if own and module:
+            return self._dropped(kind, *args, **kwargs)
         if own and torch.compiler.is_compiling():
             self._refuse_compilation()
-        if own:
-            with stream.randomness.own():
-                return super().forward(*args, **kwargs)
-        return self._alike(*args, **kwargs)
+        with self._sequence(own):
+            return super().forward(*args, **kwargs)
 
-    def _dropped(self, input: torch.Tensor) -> Any:
+    def _is_own(self, kind: DrawnFor | None) -> bool:
+        return kind == "region" or (kind == "stream" and self._tpplan.stream.sequence_parallel)
+
+    def _drawn_at(self, where: Site) -> DrawnFor:
+        """What is drawn for at a place in the code, of a module that draws for several."""
+        plan = self._tpplan.plan
+        kind = dict(plan.drawn_at).get(where)
+        if kind is None:
+            raise RuntimeError(
+                f"{plan.path}: it draws dropout masks both for what is sharded over the ranks and "
+                "for what each of them holds whole, and which of the two is not known of this "
+                "place in the code, which draws for both or did not when the plan was compiled; "
+                "set its p to 0 before tpplan.parallelize, or give each its own nn.Dropout"
+            )
+        return kind
+
+    def _dropped(self, kind: DrawnFor | None, input: torch.Tensor) -> Any:
         """A dropout module on this rank's part of something."""
         state = self._tpplan
         stream = state.stream
-        if state.length is not None or (state.plan.draws == "region" and not state.alone):
+        if state.length is not None or (kind == "region" and not state.alone):
             return self._masked(input)
         if stream.is_sharded(input):
             assert isinstance(input, DTensor)
@@ -59,7 +76,8 @@ class Draws(Lowered):
             return stream.to_global(out, input.size(stream.dim))
         if state.plan.rows:
             return self._masked(input)
-        return self._alike(input)  # called by itself, outside the stack, with a whole tensor
+        with self._sequence(own=False):  # called by itself, outside the stack, with a whole tensor
+            return super().forward(input)
 
     def _masked(self, input: torch.Tensor) -> Any:
         if not torch.compiler.is_compiling():
@@ -72,14 +90,16 @@ class Draws(Lowered):
     def _refuse_compilation(self) -> NoReturn:
         raise RuntimeError(
             f"{self._tpplan.plan.path}: dropout under tensor parallelism, of which each rank draws "
-            "its own mask, compiles in an nn.Dropout only; set its p to 0, or keep this module "
-            "out of the compiled graph with torch.compiler.disable"
+            "its own mask, compiles in an nn.Dropout of its own only; set its p to 0, or keep this "
+            "module out of the compiled graph with torch.compiler.disable"
         )
 
-    def _alike(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw what all ranks draw."""
+    def _sequence(self, own: bool) -> AbstractContextManager[None]:
+        """Within it, random numbers are the rank's own, or those that all ranks draw."""
         state = self._tpplan
         randomness = state.stream.randomness
+        if own:
+            return randomness.own()
         if randomness.on_own:
             state.within_own = True
         elif state.within_own and in_backward():
@@ -88,8 +108,35 @@ class Draws(Lowered):
                 "that draws from another random sequence, so its mask would not be the one of the "
                 "forward; checkpoint that whole module, or set its dropout to 0"
             )
-        with randomness.shared():
-            return super().forward(*args, **kwargs)
+        return randomness.shared()
+
+
+class _AtSites(TorchDispatchMode):
+    """In a module that draws for several: from the sequence that fits, at each place in its code.
+
+    What is called inside of it draws by its own rules.
+    """
+
+    def __init__(self, module: Draws) -> None:
+        super().__init__()
+        self._module = module
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        now = running(Draws.forward.__code__)
+        if now.module is not self._module:
+            return func(*args, **kwargs)
+        if now.checkpointed:
+            raise RuntimeError(
+                f"{self._module._tpplan.plan.path}: it draws dropout masks both for what is "
+                "sharded over the ranks and for what each of them holds whole, in a part of its "
+                "forward that is recomputed in backward, where they would be others; checkpoint "
+                "the whole module, or set its dropout to 0"
+            )
+        with self._module._sequence(self._module._is_own(self._module._drawn_at(now.site))):
+            return func(*args, **kwargs)
 
 
 def part_of_dropout(x: torch.Tensor, p: float, group: Group) -> torch.Tensor:
