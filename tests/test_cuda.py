@@ -34,7 +34,8 @@ from tpplan.comm.parts import scattered
 from tpplan.comm.randomness import Randomness
 from tpplan.kernels import cross_entropy, embedding, gated, gelu, launch, norm, transition
 from tpplan.layout import Rows
-from tpplan.observe.shadow import call_for, shadow_of
+from tpplan.observe.calls import call_for
+from tpplan.observe.shadow import shadow_of
 from tpplan.observe.trace import fake_inputs
 from tpplan.planner import compile_plan
 from tpplan.rewrite import apply, world

@@ -13,7 +13,7 @@ from tests.mixers import HEADS, INNER, WIDE, WIDTH
 from tests.planner.helpers import Stack, stream
 from tests.suggestion.test_cuts import changed, seen_of
 from tests.suggestion.test_suggest import rules
-from tpplan.observe.shadow import Call
+from tpplan.observe.calls import Call
 from tpplan.planner import compile_plan
 from tpplan.planner.events import Failure
 from tpplan.planner.known import Known

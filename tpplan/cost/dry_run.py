@@ -16,7 +16,7 @@ from tpplan.cost.pace import pace_of
 from tpplan.cost.run import DryRun
 from tpplan.language import FrozenMap, Plan, PlanError
 from tpplan.observe.caches import only_new_searched
-from tpplan.observe.shadow import Call, call_for
+from tpplan.observe.calls import Call, call_for
 from tpplan.planner import compile_plan
 from tpplan.planner.known import Known
 from tpplan.planner.match import match

@@ -12,10 +12,11 @@ from tpplan.compat import FakeTensorMode, NeedsValuesError, one_thread
 from tpplan.compiled import CompiledPlan, Element, Spread
 from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
+from tpplan.observe.calls import Call, calls_for, routed
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.gated import gated_norms
 from tpplan.observe.probe import probe_modules
-from tpplan.observe.shadow import Call, calls_for, computing_shadow_of, routed, shadow_of
+from tpplan.observe.shadow import computing_shadow_of, shadow_of
 from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.twins import DROPOUT, same_randomness

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tpplan.observe.shadow import padded, shortened
+from tpplan.observe.calls import padded, shortened
 from tpplan.planner.attributes import named_in_code
 from tpplan.planner.events import Failure
 from tpplan.planner.match import folded

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpplan.observe.shadow import Call
+from tpplan.observe.calls import Call
 
 
 def vocabulary_of(model: nn.Module) -> int | None:

@@ -23,7 +23,7 @@ from tpplan.compat import one_thread, quiet, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.shadow import Call, calls_for, routed, shortened
+from tpplan.observe.calls import Call, calls_for, routed, shortened
 from tpplan.observe.twins import same_randomness
 from tpplan.planner.closures import led_by_closures
 from tpplan.planner.match import fold

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 from tpplan.comm.products import deferring
 from tpplan.compat import local_of, simulate, unmoded
 from tpplan.compiled import CompiledPlan
+from tpplan.observe.calls import Call
 from tpplan.observe.grouped import InAnyPrecision
-from tpplan.observe.shadow import Call
 from tpplan.proof.calls import other_batch
 from tpplan.proof.exact import exact
 from tpplan.proof.step import outputs_of

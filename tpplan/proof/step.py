@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.comm.placements import part_of
 from tpplan.compat import local_of, unmoded
-from tpplan.observe.shadow import Call
+from tpplan.observe.calls import Call
 from tpplan.proof.calls import other_batch
 
 TOLERANCE = 1e-7

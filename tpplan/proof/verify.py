@@ -20,7 +20,8 @@ from torch import nn
 
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
-from tpplan.observe.shadow import Call, calls_for, not_copied, routed
+from tpplan.observe.calls import Call, calls_for, routed
+from tpplan.observe.shadow import not_copied
 from tpplan.planner import compile_plan
 from tpplan.proof.calls import random_ids
 from tpplan.proof.exact import exact, widened

@@ -12,7 +12,8 @@ from tpplan.compat import FakeTensorMode, NeedsValuesError, quiet
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.shadow import calls_for, shadow_of
+from tpplan.observe.calls import calls_for
+from tpplan.observe.shadow import shadow_of
 from tpplan.observe.trace import fake_inputs
 from tpplan.planner.match import fold
 from tpplan.planner.stops import Stop, kind_of, place_of, stopped_at

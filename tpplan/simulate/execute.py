@@ -23,7 +23,8 @@ from tpplan.compat import FakeTensorMode, answers, fake_world, quiet, uncached
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.shadow import Call, shadow_of
+from tpplan.observe.calls import Call
+from tpplan.observe.shadow import shadow_of
 from tpplan.observe.trace import fake_inputs
 from tpplan.planner.experts import hide, stacked_in
 from tpplan.rewrite import apply

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from tpplan.language import PlanError
 from tpplan.models import RUNNABLE, ModelError, made_runnable
-from tpplan.observe.shadow import BATCH, LENGTH, Call, calls_for
+from tpplan.observe.calls import BATCH, LENGTH, Call, calls_for
 from tpplan.observe.twins import same_randomness, without_hooks
 
 _SPREAD = 0.1

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.observe.shadow import Call
+from tpplan.observe.calls import Call
 from tpplan.suggestion.bench import Hook, run_until, tensors_of
 
 _FINEST = 64

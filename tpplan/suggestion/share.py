@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from tpplan.language import Expression
-from tpplan.observe.shadow import Call
+from tpplan.observe.calls import Call
 from tpplan.planner.attributes import assign, integers, named_in_code
 from tpplan.suggestion.bench import Hook, run_until, tensors_of
 from tpplan.suggestion.hanging import Cut, Hanging, Part

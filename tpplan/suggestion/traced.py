@@ -13,7 +13,8 @@ from torch.nn.modules.conv import _ConvNd
 from tpplan.compat import FakeTensorMode, NeedsValuesError
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.shadow import Call, calls_for, computing_shadow_of, shadow_of
+from tpplan.observe.calls import Call, calls_for
+from tpplan.observe.shadow import computing_shadow_of, shadow_of
 from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.twins import same_randomness
 from tpplan.planner.experts import hide, holds_stacks
