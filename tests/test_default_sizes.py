@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import tpplan
@@ -83,3 +84,19 @@ def test_what_small_models_do_not_show(name: str) -> None:
     """Kinds of tokens in a buffer; ids that follow their table; routers of thousands of columns."""
     model = built(name)
     assert compile_plan(model, tpplan.load_plan("auto", model), 2, True).parameters
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BartForConditionalGeneration",
+        "T5ForConditionalGeneration",
+        "ViTForImageClassification",
+        "WhisperForConditionalGeneration",
+    ],
+)
+def test_what_it_is_called_with_is_told_by_class_and_config(name: str) -> None:
+    cls = getattr(transformers, name)
+    with torch.device("meta"):
+        model = cls(cls.config_class())
+    tpplan.check(model, "auto", tp=2)

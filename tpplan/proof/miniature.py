@@ -144,7 +144,7 @@ def miniature(
         narrow_down(twin_model.get_submodule(path), few, generator)
     for path, last in lasts.items():
         twin_model.get_submodule(path).register_forward_hook(_Kept(last))
-    plans = {p: replace(q, kernel=None) for p, q in compiled.modules.items() if p in modules}
+    plans = {p: _of_kept(q, modules) for p, q in compiled.modules.items() if p in modules}
     kernels = dict.fromkeys(compiled.kernels, "torch")
     small = replace(compiled, modules=FrozenMap(plans), kernels=FrozenMap(kernels))
     return twin_model, with_thin(small, experts)
@@ -168,6 +168,19 @@ def _skipped(
             skipped.update((path, last) for path in paths[2:-1])
             lasts[paths[1]] = last
     return skipped, lasts
+
+
+def _of_kept(plan: ModulePlan, kept: Mapping[str, nn.Module]) -> ModulePlan:
+    """A module's plan among the modules that are there, by torch's own operators."""
+    boundaries = (
+        replace(
+            boundary,
+            consumers=tuple(path for path in boundary.consumers if path in kept),
+            shared=tuple(path for path in boundary.shared if path in kept),
+        )
+        for boundary in plan.boundaries
+    )
+    return replace(plan, kernel=None, boundaries=tuple(b for b in boundaries if b.consumers))
 
 
 def _passing(module: nn.Module, element: Element, last: list[Any]) -> nn.Module:
