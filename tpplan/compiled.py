@@ -199,6 +199,7 @@ class ModulePlan:
         style: its rule's style, or None where it has no rule but parameters of its own, or runs
             rewritten modules.
         parameters: names of its own parameters that become DTensors.
+        ran: of an element, a digest of what ran inside: another one's where they do the same.
         rows: whether it is to run on a rank's rows of the stream.
         stream: the argument that carries the stream, of a module that takes its rows of it, or all
             of it; None where it was not called.
@@ -236,6 +237,7 @@ class ModulePlan:
     parameters: tuple[str, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     element: Element | None = None
+    ran: str = ""
     rows: bool = False
     stream: Argument | None = None
     projection: bool = False

@@ -126,6 +126,37 @@ def centred(y: torch.Tensor) -> torch.Tensor:
     return y.relu() + mean - mean.detach()
 
 
+class Told(MLP):
+    """Does what the model around it says, or what it counts."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor, kind: str = "", seen: Any = None) -> Any:
+        before = Told.calls if seen is None else len(seen)
+        Told.calls += 1
+        if seen is not None:
+            seen.append(x)
+        y = self.fc(x)
+        odd = kind == "odd" or (not kind and before == 3)
+        return x + self.out(y.softmax(-1) if odd else y.relu())
+
+
+class Telling(Stack):
+    """Says it by a word, by a list that is handed round, or starts the count."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__(Told, 6)
+        self.by = by
+
+    def forward(self, x: torch.Tensor) -> Any:
+        seen: list[Any] | None = [] if self.by == "list" else None
+        Told.calls = 0
+        for i, layer in enumerate(self.layers):
+            kind = ("odd" if i == 3 else "even") if self.by == "word" else ""
+            x = layer(x, kind, seen)
+        return x
+
+
 WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
     "only in training": (stack(lambda m, y: F.normalize(y, dim=-1) if m.training else y), (False,)),
     "only in evaluation": (stack(lambda m, y: y if m.training else y.softmax(-1)), (True,)),
@@ -146,6 +177,9 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
     "a running mean of columns": (lambda: Stack(Running), (False,)),
     "another argument's code": (lambda: Labelled(MLP), (False,)),
     "a hook": (lambda: Stack(Hooked), (False, True)),
+    "a layer that is told so": (lambda: Telling("word"), (False, True)),
+    "a layer by what came before": (lambda: Telling("list"), (False, True)),
+    "a layer by a count": (lambda: Telling("count"), (False,)),
 }
 
 RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {

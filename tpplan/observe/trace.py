@@ -83,7 +83,10 @@ class Op:
 
 @dataclass
 class Trace:
-    """Calls and ops of one forward pass, or of several, in order."""
+    """Calls and ops of one forward pass, or of several, in order.
+
+    ``computed``: whether it was run on numbers, on which its code may hang.
+    """
 
     calls: list[Call] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -92,6 +95,7 @@ class Trace:
     complex: set[int] = field(default_factory=set)
     parameters: dict[int, str] = field(default_factory=dict)
     buffers: dict[int, str] = field(default_factory=dict)
+    computed: bool = False
 
     def ancestors(self, call: int | None) -> Iterable[Call]:
         """The calls around ``call``, the innermost (itself) first."""
@@ -178,6 +182,7 @@ def record(
         PlanError: where it has other modules after it.
     """
     recorder, own = _Recorder(), dict(shadow.named_modules())
+    recorder.trace.computed = isinstance(mode, Numbers)
     for name, parameter in shadow.named_parameters(remove_duplicate=False):
         recorder.trace.parameters.setdefault(recorder.number(parameter), name)
     for name, buffer in shadow.named_buffers():

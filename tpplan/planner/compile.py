@@ -16,6 +16,7 @@ from tpplan.observe.calls import Call, calls_for, routed
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.gated import gated_norms
 from tpplan.observe.probe import probe_modules
+from tpplan.observe.ran import ran_in
 from tpplan.observe.shadow import computing_shadow_of, shadow_of
 from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Numbers, Trace, record
@@ -230,6 +231,7 @@ class _Compiler(Outcome):
             self.flow, self.spreads = walk(self.elements, {}), {}
         findings = *before, self.elements, *after, drawn, _dropouts(self.model), self.spreads
         self.draws = Walk(drawing, *findings).run().draws
+        self.ran = ran_in((self.trace, drawing), self.elements)
         self.boundaries = {
             path: tuple(
                 replace(b, whole=(path, b.arguments[0].name) in self.flow.whole) for b in found

@@ -48,6 +48,7 @@ class Outcome:
         known: of the model, from compiling it before.
         multihead: the modules that are regions by themselves.
         draws: module path -> where its code draws random numbers -> what for.
+        ran: path of an element -> a digest of what ran inside.
         bare: the modules that compute with cut parameters of their own.
         escaping: where, in what modules give, is what a block of experts has besides its sum.
         spreads: whole values that meet a rank's rows of the stream, by the module that has them.
@@ -79,6 +80,7 @@ class Outcome:
     elements: Mapping[str, Element]
     together: Mapping[str, tuple[str, ...]]
     draws: Mapping[str, Mapping[Site, set[str]]]
+    ran: Mapping[str, str]
     read: set[str]
     probed: Mapping[str, Finding]
     gated: Mapping[str, WidthNorm]
@@ -209,6 +211,7 @@ class Outcome:
                 parameters=own,
                 boundaries=self.boundaries_of(path),
                 element=self.elements.get(path),
+                ran=self.ran.get(path, ""),
                 rows=self.styles.get(path, NONE).rows,
                 stream=self.stream_of(path),
                 transposed=path in self.sizes.transposed,

@@ -163,7 +163,8 @@ def _skipped(
     skipped: dict[str, list[Any]] = {}
     lasts: dict[str, list[Any]] = {}
     for paths in alike.values():
-        if len(paths) > 3:
+        # where what they do hangs on more than what they are, all are run
+        if len(paths) > 3 and len({compiled.modules[path].ran for path in paths[1:]}) == 1:
             last: list[Any] = []
             skipped.update((path, last) for path in paths[2:-1])
             lasts[paths[1]] = last
