@@ -39,9 +39,11 @@ class Noise:
 
     def __init__(self, trace: Trace, parts: Set[int], dim: int, streams: Set[int]) -> None:
         self.trace, self.parts, self.dim = trace, parts, dim
-        self.tokens = {math.prod(trace.shapes[n][: dim + 1]) for n in streams}
+        self.leading = {trace.shapes[n][: dim + 1] for n in streams}
+        self.tokens = {math.prod(sizes) for sizes in self.leading}
         self.whole: set[int] = set()
         self.drawn: dict[int, frozenset[int]] = {}
+        self.extent: dict[int, tuple[int, ...]] = {}  # of noise: how many there are along each
         self.met: dict[int, set[str]] = {}
 
     def kind_of(self, op: Op, region: bool, rows: Sequence[int]) -> str:
@@ -76,14 +78,57 @@ class Noise:
             noise |= {index}
         if all(n is not None for n in inputs):
             self.drawn.update(dict.fromkeys(op.outputs, noise))
+            self.extent.update((n, self._extent(op, n)) for n in op.outputs)
             return
         for drawn in noise:
-            self.met[drawn].add(kind)
+            alike = [n for n in op.inputs if drawn in self.drawn.get(n, ())]
+            one = alike and all(self._is_one(op, n, kind) for n in alike)
+            self.met[drawn].add("whole" if one else kind)
         for number in op.outputs:
             self.drawn.pop(number, None)  # written to
+
+    def _extent(self, op: Op, number: int) -> tuple[int, ...]:
+        """The size of noise, 1 along what it is repeated along."""
+        shape = self.trace.shapes[number]
+        spread = op.pointwise or op.name.startswith("aten.expand")
+        if op.random or not spread or not op.inputs:
+            return shape
+        given = [_aligned(self.extent[n], len(shape)) for n in op.inputs]
+        return tuple(max(sizes) for sizes in zip(*given, strict=True))
+
+    def _is_one(self, op: Op, number: int, kind: str) -> bool:
+        """Whether all ranks need the same of some noise: it has nothing along what is cut."""
+        if op.name.startswith(("aten.index.", "aten.index_select")):
+            return number not in self.trace.floating  # which rows, of what is not cut
+        extent = self.extent[number]
+        if math.prod(extent) == 1:
+            return True
+        others = [self.trace.shapes[n] for n in op.inputs if n not in self.drawn]
+        shape = max(others, key=len)
+        dim = self._cut_in_region(shape) if kind == "region" else self._cut_in_stream(shape)
+        return dim is not None and _aligned(extent, len(shape))[dim] == 1
+
+    def _cut_in_stream(self, shape: tuple[int, ...]) -> int:
+        return 0 if len(shape) == self.dim + 1 else self.dim
+
+    def _cut_in_region(self, shape: tuple[int, ...]) -> int | None:
+        """Where columns or heads are in what is made of the stream, as models lay it out."""
+        before = self.dim + 1
+        if len(shape) <= before + 1:
+            return len(shape) - 1 if shape[:-1] in self.leading or len(shape) <= before else 0
+        if len(shape) > before + 2:
+            return None
+        # heads before their columns, or before the sequence
+        behind = shape[:before] in self.leading and shape[-1] != shape[-2]
+        return before if behind else before - 1
 
     def draws(self) -> Iterator[tuple[str, Site, set[str]]]:
         """The modules whose own code draws random numbers, where in it, and what for."""
         for index, met in self.met.items():
             op = self.trace.ops[index]
             yield self.trace.calls[op.call].path, op.site, met or {"whole"}
+
+
+def _aligned(extent: tuple[int, ...], dims: int) -> tuple[int, ...]:
+    """Sizes as they are spread over a tensor of so many dimensions."""
+    return (1,) * (dims - len(extent)) + extent[max(len(extent) - dims, 0) :]

@@ -1,0 +1,76 @@
+"""Random numbers that are one for many: the same on every rank where the ranks share those out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tpplan
+from tests.ranks import Ranks
+from tests.rewrite import MODES
+from tests.rewrite.dropout import gathered
+from tests.rewrite.noise import DRAWS, IN_REGION, ON_STREAM, WIDTH, Attending, Layer, Noisy, plan_of
+from tpplan.compat import draws
+
+
+class Reading(TorchDispatchMode):
+    """Keeps what is drawn, but for the numbers that seed a rank's own sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if draws(func, args, kwargs or {}) and "randint" not in str(func):
+            first = out[0] if isinstance(out, tuple) else out
+            self.drawn.append(getattr(first, "_local_tensor", first).detach().double().clone())
+        return out
+
+
+def alike_job(mesh: DeviceMesh, sp: bool, make: Callable[[], nn.Module], packed: bool) -> bool:
+    """Whether all ranks drew the same."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, WIDTH)
+    model = Noisy(make)
+    tpplan.parallelize(model, plan_of(packed), mesh=mesh, sequence_parallel=sp, inputs=x)
+    torch.manual_seed(1)
+    with Reading() as reading:
+        model.train()(x)
+    assert len(reading.drawn) >= 2
+    first, *others = gathered(reading.drawn, mesh)
+    # torch.equal is false of tensors of two shapes
+    return all(all(map(torch.equal, first, drawn)) for drawn in others)
+
+
+def layer_job(mesh: DeviceMesh, sp: bool, name: str, inside: bool) -> bool:
+    return alike_job(mesh, sp, lambda: Layer(DRAWS[name], inside), False)
+
+
+def heads_job(mesh: DeviceMesh, sp: bool, each: bool) -> bool:
+    return alike_job(mesh, sp, lambda: Attending(each), True)
+
+
+@MODES
+@pytest.mark.parametrize("name", ON_STREAM)
+def test_on_the_stream(ranks: Ranks, sp: bool, name: str) -> None:
+    expected = ON_STREAM[name] or not sp
+    assert set(ranks.run(2, layer_job, sp, name, False)) == {expected}
+
+
+@MODES
+@pytest.mark.parametrize("name", IN_REGION)
+def test_in_a_region(ranks: Ranks, sp: bool, name: str) -> None:
+    assert set(ranks.run(2, layer_job, sp, name, True)) == {IN_REGION[name]}
+
+
+@MODES
+@pytest.mark.parametrize("each", [False, True])
+def test_on_the_scores_of_heads(ranks: Ranks, sp: bool, each: bool) -> None:
+    assert set(ranks.run(2, heads_job, sp, each)) == {not each}
