@@ -157,6 +157,33 @@ class Telling(Stack):
         return x
 
 
+class Checked(Stack):
+    """Looks at the numbers that it is given."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if not torch.isfinite(x).all():
+            raise ValueError("not finite")
+        return super().forward(x)
+
+
+class Experts(nn.Module):
+    """Experts in a loop, of which some get no token."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 12, bias=False)
+        self.ex = nn.ModuleList(MLP() for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        weight, chosen = self.gate(rows).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(rows)
+        for i, expert in enumerate(self.ex):
+            row, place = torch.where(chosen == i)
+            out = out.index_add(0, row, expert(rows[row]) * weight[row, place, None])
+        return x + out.view_as(x)
+
+
 WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
     "only in training": (stack(lambda m, y: F.normalize(y, dim=-1) if m.training else y), (False,)),
     "only in evaluation": (stack(lambda m, y: y if m.training else y.softmax(-1)), (True,)),

@@ -49,6 +49,25 @@ def test_what_ranks_can_do_is_accepted(make: Any, sp: bool) -> None:
     tpplan.check(make(), PLAN, 2, sp, inputs=example())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_code_that_looks_at_numbers_of_any_precision(dtype: torch.dtype) -> None:
+    model = odd.Checked(odd.MLP).to(dtype)
+    tpplan.check(model, PLAN, 2, False, inputs=example().to(dtype))
+    assert tpplan.suggest(model, tp=2, inputs=example().to(dtype)).rules
+
+
+def test_experts_without_tokens() -> None:
+    plan = {
+        "tpplan": 1,
+        "rules": {
+            "layers.*.gate": "replicate",
+            "layers.*.ex.*.fc": "colwise",
+            "layers.*.ex.*.out": "rowwise",
+        },
+    }
+    tpplan.verify(odd.Stack(odd.Experts), plan, tp=2, sequence_parallel=False, inputs=example())
+
+
 # a rank has at least 8 / tp positions: more than any less, whatever the length
 @pytest.mark.turns(8)
 @pytest.mark.parametrize(

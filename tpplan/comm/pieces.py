@@ -223,8 +223,8 @@ def _times(
     """(..., in) times (in, out), and a bias: one product, which reads the matrix once."""
     flat = _flat(rows)
     if bias is None:
-        return torch.mm(flat, matrix).view(*rows.shape[:-1], -1)
-    return torch.addmm(bias.to(matrix.dtype), flat, matrix).view(*rows.shape[:-1], -1)
+        return torch.mm(flat, matrix).view(*rows.shape[:-1], matrix.size(-1))
+    return torch.addmm(bias.to(matrix.dtype), flat, matrix).view(*rows.shape[:-1], matrix.size(-1))
 
 
 class _Gathered(torch.autograd.Function):
@@ -341,7 +341,7 @@ class _Reduced(torch.autograd.Function):
         rows = _flat(x)
         handles = [start_all_reduce_(torch.mm(rows[a:b], matrix), group, site) for a, b in at.spans]
         out = torch.cat([handle.wait() for handle in handles])
-        return unviewed(out.view(*x.shape[:-1], -1))
+        return unviewed(out.view(*x.shape[:-1], out.size(-1)))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

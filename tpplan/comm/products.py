@@ -274,7 +274,7 @@ class _Product(torch.autograd.Function):
             # autocast, which is over, made the product of another dtype than the weight's
             matrix = (weight.t() if ctx.transposed else weight).to(grad.dtype)
             by_rows = (matrix.t() @ flat.t()).t() if ctx.columns else flat @ matrix
-            for_x = by_rows.view(*grad.shape[:-1], -1)
+            for_x = by_rows.view(*grad.shape[:-1], by_rows.size(-1))
         if ctx.needs_input_grad[2]:
             for_bias = flat.sum(0) if ctx.whole else grad.sum([*range(grad.dim() - 1)])
         if x is None:

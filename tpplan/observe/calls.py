@@ -137,6 +137,15 @@ def call_for(model: nn.Module, inputs: Any, batch: int = BATCH, length: int = LE
     return calls_for(model, inputs, batch, length)[0]
 
 
+def in_float32(call: Any) -> Any:
+    """What is called with floating tensors of any precision, for a copy of a model in float32."""
+
+    def single(t: torch.Tensor) -> torch.Tensor:
+        return t.float() if t.is_floating_point() else t
+
+    return tree_map_only(torch.Tensor, single, call)
+
+
 def padded(model: nn.Module, call: Call) -> list[Call]:
     """The call with an attention mask that hides a token, where the model takes one and has none.
 

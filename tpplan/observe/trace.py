@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.compat import FakeTensorMode, Site, draws, quiet, running, unfused, written_by
 from tpplan.language import Diagnostic, PlanError
+from tpplan.observe.calls import in_float32
 from tpplan.places import Argument, Place, tensors_in
 
 
@@ -161,8 +162,9 @@ class Numbers(contextlib.nullcontext[None]):
     """In the place of a fake mode, for code that hangs on numbers: tensors are what they are."""
 
     def from_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy."""
-        return tensor.clone()
+        """A copy, in the precision of what computes in the model's place."""
+        single: torch.Tensor = in_float32(tensor)
+        return single.clone()
 
 
 _EXCHANGED = "the model puts another module in this one's place as it runs on example inputs"

@@ -20,7 +20,7 @@ from torch import nn
 
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
-from tpplan.observe.calls import Call, calls_for, routed
+from tpplan.observe.calls import Call, calls_for, in_float32, routed
 from tpplan.observe.shadow import not_copied
 from tpplan.planner import compile_plan
 from tpplan.proof.calls import random_ids
@@ -200,7 +200,7 @@ def references_of(
     calls = calls_for(model, inputs, BATCH, LENGTH)
     if mixture:
         calls = tuple((routed(model, call) or [call])[0] for call in calls)
-    return [_reference(model, call, inputs is None, seed) for call in calls]
+    return [_reference(model, in_float32(call), inputs is None, seed) for call in calls]
 
 
 def _reference(model: nn.Module, call: Call, drawn: bool, seed: int) -> Reference:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from tpplan.language import PlanError
 from tpplan.models import RUNNABLE, ModelError, made_runnable
-from tpplan.observe.calls import BATCH, LENGTH, Call, calls_for
+from tpplan.observe.calls import BATCH, LENGTH, Call, calls_for, in_float32
 from tpplan.observe.twins import same_randomness, without_hooks
 
 _SPREAD = 0.1
@@ -69,7 +69,8 @@ def bench_for(model: nn.Module, whole: nn.Module, inputs: Any) -> Bench | None:
         elif any(p.is_meta for p in model.parameters()):
             small, _ = made_runnable(copy.deepcopy(model))
         calls = calls_for(small, inputs)
-        return Bench(_drawn(small), model, calls if inputs is not None else _told_apart(calls))
+        calls = in_float32(calls if inputs is not None else _told_apart(calls))
+        return Bench(_drawn(small), model, calls)
     except (ModelError, PlanError, RuntimeError):
         return None
 
