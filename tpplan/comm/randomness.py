@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ import torch
 from tpplan.compat import FakeTensor
 
 _BITS = 2**64 - 1
+_own: ContextVar[bool] = ContextVar("own", default=False)
+
+
+def draws_own() -> bool:
+    """Whether this thread draws from a rank's own sequence at present."""
+    return _own.get()
 
 
 class Randomness:
@@ -49,6 +56,7 @@ class Randomness:
         if key is None:
             yield
             return
+        told = _own.set(True)
         outer = self.on_own, self._shared
         here = _position(generator)
         if not self.on_own:
@@ -63,6 +71,7 @@ class Randomness:
             self.on_own = outer[0]
             if not outer[0]:
                 self._shared = outer[1]
+            _own.reset(told)
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -74,12 +83,14 @@ class Randomness:
         here = _position(generator)
         _move(generator, self._shared)
         self.on_own = False
+        told = _own.set(False)
         try:
             yield
         finally:
             self._shared = _position(generator)
             _move(generator, here)
             self.on_own = True
+            _own.reset(told)
 
     def fingerprint(self) -> int:
         """A number that tells where the default generator stands, for comparing ranks."""

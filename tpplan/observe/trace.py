@@ -167,10 +167,6 @@ class Numbers(contextlib.nullcontext[None]):
         return single.clone()
 
 
-_EXCHANGED = "the model puts another module in this one's place as it runs on example inputs"
-_WITH_OTHERS = "call it once before, or give inputs= on which it does not"
-
-
 def record(
     shadow: nn.Module,
     mode: FakeTensorMode | Numbers,
@@ -202,7 +198,11 @@ def record(
     left = dict(shadow.named_modules())
     for path, module in own.items():
         if left.get(path) is not module:
-            raise PlanError([Diagnostic(f"{path}: {_EXCHANGED}", hint=_WITH_OTHERS)])
+            message = (
+                "the model puts another module in this one's place as it runs on example inputs"
+            )
+            hint = "call it once before, or give inputs= on which it does not"
+            raise PlanError([Diagnostic(f"{path}: {message}", hint=hint)])
     return recorder.trace
 
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.observe.grouped import GROUPED
+from tpplan.proof.drawn import note
 
 _WIDER = {
     torch.float32: torch.float64,
@@ -108,7 +109,7 @@ class _Exact(TorchFunctionMode):
         if func is torch.autograd.backward and kwargs.get("inputs") is None:
             return self._backward(*args, **kwargs)
         if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
+            return _kept(*args, **kwargs)
         if func in _PROBABILITIES:
             args, kwargs = _without_dropout(_PROBABILITIES[func], args, kwargs)
         func = _CASTS.get(func, func)
@@ -121,6 +122,8 @@ class _Exact(TorchFunctionMode):
             kwargs = {**kwargs, "dtype": _WIDER[kwargs["dtype"]]}
         func = GROUPED.get(func, func)
         out = _DRAWS.get(func, func)(*args, **kwargs)
+        if func in _DRAWS:
+            note(out)
         return _widened(out) if isinstance(out, torch.Tensor) else out
 
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -130,6 +133,13 @@ class _Exact(TorchFunctionMode):
         edges = [get_gradient_edge(t) if isinstance(t, torch.Tensor) else t for t in given]
         with self:
             torch.autograd.backward(edges, *args, **kwargs)
+
+
+def _kept(input: Any, p: float = 0.5, training: Any = True, *_: Any, **kwargs: Any) -> Any:
+    """What a dropout is given: it drops nothing."""
+    if p and kwargs.get("train", training):
+        note(input)
+    return input
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from tpplan.comm.placements import part_of
 from tpplan.compat import local_of, unmoded
 from tpplan.observe.calls import Call
 from tpplan.proof.calls import other_batch
+from tpplan.proof.drawn import Drawn, misdrawn, noting
 
 TOLERANCE = 1e-7
 
@@ -42,7 +43,7 @@ class Result:
     """What a step gave: outputs by place, gradients of parameters and inputs, buffers after it.
 
     ``written``: the parameters whose numbers are others after it. ``weights``: of the outputs in
-    the objective.
+    the objective. ``drawn``: the random numbers of the forward.
     """
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class Result:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     written: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    drawn: list[Drawn] = field(default_factory=list)
 
 
 def step(model: nn.Module, scene: Scene, seed: int = 0, due: Result | None = None) -> Result:
@@ -64,7 +66,8 @@ def step(model: nn.Module, scene: Scene, seed: int = 0, due: Result | None = Non
     if scene.scale != 1.0 and not given:
         _scale_tables(model, scene.scale)
     before = _sums(model)
-    found = outputs_of(model(*args, **kwargs))
+    with noting() as noise:
+        found = outputs_of(model(*args, **kwargs))
     generator = torch.Generator().manual_seed(seed)
     result = Result() if due is None else Result(weights=due.weights)
     total = None
@@ -84,6 +87,7 @@ def step(model: nn.Module, scene: Scene, seed: int = 0, due: Result | None = Non
         # not total.backward(), which is a function of torch's to a mode: what backward recomputes
         # would be left out of it
         torch.autograd.backward([total])
+    result.drawn = noise
     result.outputs = {place: out.detach() for place, out in found.items()}
     result.gradients = {name: p.grad for name, p in model.named_parameters()}
     result.inputs = {name: leaf.grad for name, leaf in given.items()}
@@ -176,6 +180,9 @@ def _errors(due: Result, got: Result, rank: int, tp: int) -> Iterable[tuple[str,
         if theirs is not None:
             error = _error(theirs, ours, _largest(theirs), rank, tp)
         yield f"{name} afterwards", error
+    told = misdrawn(due.drawn, got.drawn)
+    if told is not None:
+        yield told, float("inf")
 
 
 def _heads_like(whole: torch.Tensor, ours: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
