@@ -245,3 +245,29 @@ def test_a_module_that_stands_in_two_places_has_one_plan() -> None:
         inputs=torch.zeros(2, 8, layers.WIDTH),
     )
     assert {p.path for p in plan.modules.values() if p.rule} == {"0.fc", "0.out"}
+
+
+class Recurrent(nn.Module):
+    """Mixes positions with one of torch's own, whose result it turns around in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(layers.WIDTH, layers.WIDTH, batch_first=True)
+        self.fc = nn.Linear(layers.WIDTH, layers.INNER)
+        self.out = nn.Linear(layers.INNER, layers.WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.gru(x)[0]
+        return x + self.out(self.fc(x).relu())
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_what_is_turned_around_in_place_has_rows(tp: int) -> None:
+    rules = {
+        "layers.*.gru": {"style": "replicate", "input": "gather"},
+        "layers.*.fc": "colwise",
+        "layers.*.out": "rowwise",
+    }
+    x = torch.randn(2, 9, layers.WIDTH)
+    plan = {"tpplan": 1, "rules": rules}
+    tpplan.verify(layers.Stack(Recurrent), plan, tp=tp, sequence_parallel=True, inputs=x)

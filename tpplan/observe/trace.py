@@ -127,10 +127,13 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []
 
     def number(self, tensor: torch.Tensor) -> int:
-        number = self._numbers.setdefault(id(tensor), len(self._alive))
-        if number == len(self._alive):
+        shape = tuple(int(n) for n in tensor.shape)
+        number = self._numbers.get(id(tensor))
+        # one that is turned around in place is another from then on
+        if number is None or self.trace.shapes[number] != shape:
+            number = self._numbers[id(tensor)] = len(self._alive)
             self._alive.append(tensor)
-            self.trace.shapes[number] = tuple(int(n) for n in tensor.shape)
+            self.trace.shapes[number] = shape
             if tensor.is_floating_point():
                 self.trace.floating.add(number)
             if tensor.is_complex():
@@ -145,13 +148,13 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        written = self.numbers(written_by(func, args, kwargs))
+        inputs, pointwise = self.numbers((args, kwargs)), torch.Tag.pointwise in func.tags
+        run = None if pointwise else (func, self.numbered((args, kwargs)))
         out = func(*args, **kwargs)
         made = self.numbers(out)
-        written = self.numbers(written_by(func, args, kwargs))
         if self.stack and (made or written):
-            pointwise, inputs = torch.Tag.pointwise in func.tags, self.numbers((args, kwargs))
             random, scaled = draws(func, args, kwargs), kwargs.get("alpha", 1) != 1
-            run = None if pointwise else (func, self.numbered((args, kwargs)))
             where = running().site if random else ()
             called = (inputs, made, self.stack[-1], random, pointwise, scaled, run, written, where)
             self.trace.ops.append(Op(str(func), *called))
