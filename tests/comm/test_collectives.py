@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.ranks import Ranks
 from tpplan.comm import collectives
 from tpplan.comm.collectives import Group, Handle, Site
+from tpplan.comm.conjugates import Transition
+from tpplan.comm.exchange import exchange
 from tpplan.compat import simulate
 from tpplan.simulate import Recorder
 
@@ -118,3 +120,23 @@ def scattered_job(mesh: DeviceMesh) -> list[object]:
 def test_along_any_dimension() -> None:
     for size in (2, 4):
         assert simulate(size, scattered_job) == [[]] * size
+
+
+def kinds_job(mesh: DeviceMesh, rows: tuple[int, int]) -> bool:
+    """Rows of numbers of several kinds, a single one too, arrive as they were sent."""
+    rank, site = mesh.get_local_rank(), Site("", "rows")
+    sent = [rows[0], rows[1]] if rank == 0 else [rows[1], rows[0]]
+    received = [rows[0], rows[1]] if rank == 0 else [rows[1], rows[0]]
+    many = sum(sent)
+    numbers = torch.arange(many * 3, dtype=torch.float64).view(many, 3) + 100 * rank
+    chosen = torch.arange(many, dtype=torch.int32) + 100 * rank
+    weights = torch.arange(many, dtype=torch.float32) + 100 * rank
+    transition = Transition(Group.of(mesh), site, site)
+    got = exchange((chosen, numbers, weights), sent, received, transition)
+    made = exchange(got, received, sent, transition)
+    return all(map(torch.equal, made, (chosen, numbers, weights)))
+
+
+@pytest.mark.parametrize("rows", [(1, 0), (0, 1), (2, 1), (3, 2)])
+def test_rows_of_several_kinds_arrive(ranks: Ranks, rows: tuple[int, int]) -> None:
+    assert all(ranks.run(2, kinds_job, rows))

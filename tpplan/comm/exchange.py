@@ -60,7 +60,9 @@ def _exchanged(
     parts = whole.split([t.shape[1] for t in flat], 1) if len(flat) > 1 else [whole]
     made = []
     for part, t in zip(parts, tensors, strict=True):
-        own = part.contiguous().view(t.dtype)
+        # a copy even of a single row, which is contiguous wherever it lies
+        own = part.clone(memory_format=torch.contiguous_format) if len(flat) > 1 else part
+        own = own.contiguous().view(t.dtype)
         # not views for autograd: modules may change them in place
         shape = [own.shape[0], *t.shape[1:]]
         made.append(torch.ops.aten._unsafe_view(own, shape))
