@@ -330,6 +330,17 @@ def fsdp_accumulated(life: Life, mesh: DeviceMesh) -> None:
     _data_parallel_step(life, mesh, "afterwards")
 
 
+def fsdp_compiled(life: Life, mesh: DeviceMesh) -> None:
+    """Every layer is compiled, then ``fully_shard``: the order of torchtitan; other lengths."""
+    torch._dynamo.reset()
+    for layer in life.model.layers:
+        layer.compile(backend="eager")
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(life.model, mesh=mesh["dp"])
+    for shape in ((2, 8), (3, 7), (1, 5)):
+        _data_parallel_step(life, mesh, f"{shape}", shape)
+
+
 def _compare_parts(life: Life, name: str) -> None:
     grads = [
         {n: None if p.grad is None else full(p.grad) for n, p in m.named_parameters()}
@@ -338,9 +349,11 @@ def _compare_parts(life: Life, name: str) -> None:
     life.found.add(name, gradient_errors(*grads))
 
 
-def _data_parallel_step(life: Life, mesh: DeviceMesh, name: str) -> None:
+def _data_parallel_step(
+    life: Life, mesh: DeviceMesh, name: str, shape: tuple[int, int] = (2, 7)
+) -> None:
     parts, own = mesh["dp"].size(), mesh.get_local_rank("dp")
-    calls = [life.inputs(2, 7) for _ in range(parts)]
+    calls = [life.inputs(*shape) for _ in range(parts)]
     for model in life.both:
         model.zero_grad()
     expected = []

@@ -68,6 +68,7 @@ WORLD_EVENTS: Mapping[str, Callable[[Life, DeviceMesh], None]] = {
     "two groups in one process": lambda life, _: copies.two_groups(life),
     "fully_shard after a step": copies.fsdp,
     "fully_shard, gradients accumulated": copies.fsdp_accumulated,
+    "compiled layers, fully_shard": copies.fsdp_compiled,
 }
 
 

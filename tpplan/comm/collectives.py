@@ -158,6 +158,15 @@ def first_rows(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     return first.movedim(0, dim).clone(memory_format=torch.contiguous_format)
 
 
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, whose strides follow from its shape.
+
+    Of one batch ``contiguous()`` keeps a part as it lies in the whole, with a stride that a view
+    of it has not; ``torch.compile`` does not bear guards on two that differ so.
+    """
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def unviewed(x: torch.Tensor) -> torch.Tensor:
     """``x``, in the same memory: what an autograd function gives may be changed in place then."""
     return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
@@ -170,7 +179,7 @@ def local_slice(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
         return pad(x, dim, rows * group.size).narrow(dim, rows * group.rank, rows).clone()
     start = min(rows * group.rank, x.size(dim))
     stop = min(start + rows, x.size(dim))
-    return pad(x.narrow(dim, start, stop - start), dim, rows).contiguous()
+    return packed(pad(x.narrow(dim, start, stop - start), dim, rows))
 
 
 def start_all_reduce(x: torch.Tensor, group: Group, site: Site, op: str = "sum") -> Handle:

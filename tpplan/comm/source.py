@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tpplan import compat
-from tpplan.comm.collectives import Group, Site, all_gather, chunk, first_rows, pad
+from tpplan.comm.collectives import Group, Site, all_gather, chunk, first_rows, packed, pad
 from tpplan.comm.conjugates import Transition
 from tpplan.comm.placements import along_tp, dim_of
 from tpplan.comm.randomness import Randomness
@@ -65,7 +65,7 @@ class Source:
         if compat.always(count * self.group.size == length):
             return rows
         mine = compat.smaller(count, self.rows(length)[1])
-        return rows if compat.always(mine == count) else first_rows(rows, dim, mine).contiguous()
+        return rows if compat.always(mine == count) else packed(first_rows(rows, dim, mine))
 
     def spec(self, rows: torch.Tensor, length: int, dim: int) -> compat.DTensorSpec:
         """Of a contiguous tensor that is ``length`` along ``dim``, and else as its ``rows``."""
