@@ -215,6 +215,8 @@ class ModulePlan:
         spread: what it has for all rows of the sequence, under sequence parallelism.
         escaping: where, in what it gives, is what a block of experts has besides its sum: whole on
             every rank, each of which sends the same gradient back into the block.
+        kept: attributes in which it keeps a rank's part of something, or what has a part of its
+            gradient on each rank; whether it is only the gradient.
         summed: of a module that multiplies by its own cut parameters.
         thin: of a module of large experts.
         dispatched: whether it holds whole experts of a rank of ep, to which tokens are sent.
@@ -251,6 +253,7 @@ class ModulePlan:
     detour: Detour | None = None
     spread: Spread | None = None
     escaping: tuple[Place, ...] = ()
+    kept: tuple[tuple[str, bool], ...] = ()
     summed: Summed | None = None
     thin: ThinExperts | None = None
     dispatched: bool = False

@@ -19,6 +19,18 @@ class Argument:
     index: int | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """An attribute of a module, in which it keeps something: at the beginning of a place.
+
+    Attributes:
+        path: from the module that the place is of.
+    """
+
+    path: str
+    name: str
+
+
 Place = tuple[Any, ...]
 """The indices, keys and names of fields on the way to something inside a result; () is itself."""
 

@@ -104,6 +104,11 @@ def divide_gradient(x: torch.Tensor, by: int) -> torch.Tensor:
     return _DivideGradient.apply(x, by)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def is_divided(x: torch.Tensor) -> bool:
+    """Whether ``x`` is what ``divide_gradient`` gave."""
+    return isinstance(x.grad_fn, _DivideGradient._backward_cls)  # type: ignore[attr-defined]
+
+
 class _DivideGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, by: int) -> torch.Tensor:

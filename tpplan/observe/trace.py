@@ -86,7 +86,8 @@ class Op:
 class Trace:
     """Calls and ops of one forward pass, or of several, in order.
 
-    ``computed``: whether it was run on numbers, on which its code may hang.
+    ``computed``: whether it was run on numbers, on which its code may hang. ``kept``: the tensors
+    that modules have as attributes after it: the module, the place among these, and which.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -97,6 +98,7 @@ class Trace:
     parameters: dict[int, str] = field(default_factory=dict)
     buffers: dict[int, str] = field(default_factory=dict)
     computed: bool = False
+    kept: list[tuple[str, Place, int]] = field(default_factory=list)
 
     def ancestors(self, call: int | None) -> Iterable[Call]:
         """The calls around ``call``, the innermost (itself) first."""
@@ -116,6 +118,17 @@ class Trace:
 def stream_input(trace: Trace, call: Call) -> int | None:
     """The first floating tensor a module was given."""
     return next((number for number in call.arguments if number in trace.floating), None)
+
+
+# the attributes that every module has
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def attributes_of(module: nn.Module) -> Iterable[tuple[str, Any]]:
+    """The attributes of a module's own in which tensors may be."""
+    for name, value in vars(module).items():
+        if name not in _OF_MODULES and isinstance(value, torch.Tensor | list | tuple | dict):
+            yield name, value
 
 
 class _Recorder(TorchDispatchMode):
@@ -145,6 +158,15 @@ class _Recorder(TorchDispatchMode):
 
     def numbered(self, values: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: Numbered(self.number(t)), values)
+
+    def note_kept(self, modules: Mapping[str, nn.Module]) -> None:
+        """What modules keep of what was made: a training loop may read it."""
+        for path, module in modules.items():
+            for name, value in attributes_of(module):
+                for place, tensor in tensors_in(value, (name,)):
+                    number = self._numbers.get(id(tensor))
+                    if place is not None and number is not None:
+                        self.trace.kept.append((path, place, number))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -198,6 +220,7 @@ def record(
             for args, kwargs in calls:
                 fake_args, fake_kwargs = fake_inputs(mode, (args, dict(kwargs)))
                 shadow(*fake_args, **fake_kwargs)
+                recorder.note_kept(own)
     left = dict(shadow.named_modules())
     for path, module in own.items():
         if left.get(path) is not module:

@@ -19,6 +19,11 @@ DROPOUT = nn.modules.dropout._DropoutNd
 Shapes = Callable[[nn.Parameter], tuple[int, ...]]
 
 
+def dropouts(model: nn.Module) -> set[str]:
+    """The paths of torch's own dropout modules."""
+    return {path for path, module in model.named_modules() if isinstance(module, DROPOUT)}
+
+
 @contextlib.contextmanager
 def same_randomness() -> Iterator[None]:
     """Give the process its random state back: what a model's code draws here is for nobody."""

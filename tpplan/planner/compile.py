@@ -20,7 +20,7 @@ from tpplan.observe.ran import ran_in
 from tpplan.observe.shadow import computing_shadow_of, shadow_of
 from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Numbers, Trace, record
-from tpplan.observe.twins import DROPOUT, same_randomness
+from tpplan.observe.twins import dropouts, same_randomness
 from tpplan.planner import checks, infer, stacks
 from tpplan.planner.bare import BareRegion, bare_regions
 from tpplan.planner.causes import Causes, led
@@ -28,6 +28,7 @@ from tpplan.planner.closures import led_by_closures
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.experts import block_rules, blocks, escapes, hide
 from tpplan.planner.flow import Flow
+from tpplan.planner.kept import kept_parts
 from tpplan.planner.kernels import implementations
 from tpplan.planner.known import Known
 from tpplan.planner.match import match
@@ -215,7 +216,7 @@ class _Compiler(Outcome):
             self.plan.sequence_dim,
             self.cut_styles().keys() | self.shared_experts(),
         )
-        self.escaping, lost = escapes(self.trace, self.bare)
+        self.escaping, lost = escapes(((self.trace, self.bare), (drawing, drawn)))
         if lost:
             message = "code outside of it uses what is made inside of it, but is not given that"
             hint = "let the module return it"
@@ -229,8 +230,13 @@ class _Compiler(Outcome):
             self.flow, self.elements, self.spreads = followed(walk, *about)
         else:
             self.flow, self.spreads = walk(self.elements, {}), {}
-        findings = *before, self.elements, *after, drawn, _dropouts(self.model), self.spreads
-        self.draws = Walk(drawing, *findings).run().draws
+        findings = *before, self.elements, *after, drawn, dropouts(self.model), self.spreads
+        trained = Walk(drawing, *findings).run()
+        self.draws = trained.draws
+        apart = {path for paths in self.together.values() for path in paths}
+        apart.update(self.elements if self.sequence_parallel else ())
+        flows = (self.trace, self.flow), (drawing, trained)
+        self.kept = kept_parts(flows, self.boundaries, apart, self.escaping)
         self.ran = ran_in((self.trace, drawing), self.elements)
         self.boundaries = {
             path: tuple(
@@ -390,7 +396,3 @@ class _Compiler(Outcome):
                 where = f"{torn[0]} is used inside in {inside or 'the model itself'}"
                 hint = f"{where}, and outside in {outside or 'the model itself'}: {hint}"
             self.complaints.about(None, torn, message, hint)
-
-
-def _dropouts(model: nn.Module) -> set[str]:
-    return {path for path, module in model.named_modules() if isinstance(module, DROPOUT)}

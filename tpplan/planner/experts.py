@@ -21,6 +21,7 @@ from tpplan.observe.experts import OfSizes
 from tpplan.observe.trace import Call, Trace
 from tpplan.places import Place
 from tpplan.planner.bare import BareRegion
+from tpplan.planner.kept import kept_in
 from tpplan.styles import NONE, Style, named
 
 
@@ -54,19 +55,30 @@ def blocks(
 
 
 def escapes(
-    trace: Trace, regions: Mapping[str, BareRegion]
+    traces: Iterable[tuple[Trace, Mapping[str, BareRegion]]],
 ) -> tuple[dict[str, tuple[Place, ...]], list[str]]:
     """What leaves blocks besides their sum (what their routers gave): by the module that gives it.
 
-    That is the innermost around the block, or itself, that gives it. Also the blocks of which
-    something is used outside that no module gives.
+    That is the innermost around the block, or itself, that gives it; the block itself of what is
+    kept in it. Also the blocks of which something is used outside that no module gives.
     """
+    found: dict[str, dict[Place, None]] = {}
+    lost: dict[str, None] = {}
+    for trace, regions in traces:
+        _note_escapes(trace, regions, found, lost)
+    return {path: tuple(places) for path, places in found.items()}, list(lost)
+
+
+def _note_escapes(
+    trace: Trace,
+    regions: Mapping[str, BareRegion],
+    found: dict[str, dict[Place, None]],
+    lost: dict[str, None],
+) -> None:
     used: dict[int, list[int]] = {}
     for index, op in enumerate(trace.ops):
         for n in op.inputs:
             used.setdefault(n, []).append(index)
-    found: dict[str, dict[Place, None]] = {}
-    lost: dict[str, None] = {}
     for block in trace.calls:
         region = regions.get(block.path)
         if region is None or not region.block or region.summed is None:
@@ -74,17 +86,23 @@ def escapes(
         made = {n for op in trace.ops[block.first_op : block.last_op] for n in op.outputs}
         made = (made & trace.floating) - {block.output_at(place) for place in region.summed.outputs}
         given = {n for call in trace.ancestors(block.index) for n in call.outputs}
+        kept: dict[int, list[Place]] = {}
+        for number, place in kept_in(trace, block.path):
+            if number in made - region.parts:
+                kept.setdefault(number, []).append(place)
+                found.setdefault(block.path, {})[place] = None
         for number in sorted(made):
             uses = used.get(number, [])
             if number not in given and not any(index >= block.last_op for index in uses):
                 continue
             giving = _giving(trace, block, number, uses)
+            if giving is None and number in kept:
+                continue
             if giving is None:
                 lost[block.path] = None
             else:
                 path, places = giving
                 found.setdefault(path, {}).update(dict.fromkeys(places))
-    return {path: tuple(places) for path, places in found.items()}, list(lost)
 
 
 def _giving(

@@ -40,6 +40,8 @@ class Flow:
         flattened: row-parallel layers whose output is not of the stream's shape.
         detours: replicated modules in the stack that are given all of it, and what they take of it.
         inside: modules with a rule of another kind that run inside of such.
+        region: tensors that ranks have their own columns of, or make from what entered a region.
+        whole_in_region: of those, what is made of what entered alone, and whole on every rank.
         draws: modules that draw random numbers in their own forward, and, at each place in the
             code, what for: "region", "stream", "whole".
     """
@@ -68,6 +70,8 @@ class Flow:
     flattened: list[str] = field(default_factory=list)
     detours: dict[str, Detour] = field(default_factory=dict)
     inside: dict[str, str] = field(default_factory=dict)
+    region: set[int] = field(default_factory=set)
+    whole_in_region: set[int] = field(default_factory=set)
     draws: dict[str, dict[Site, set[str]]] = field(default_factory=dict)
 
     def note_drawing(self, path: str, site: Site, kinds: Set[str]) -> None:

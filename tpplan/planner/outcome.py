@@ -51,6 +51,8 @@ class Outcome:
         ran: path of an element -> a digest of what ran inside.
         bare: the modules that compute with cut parameters of their own.
         escaping: where, in what modules give, is what a block of experts has besides its sum.
+        kept: attributes that hold a rank's part, or the gradient of which is one, by module;
+            whether only the gradient is.
         spreads: whole values that meet a rank's rows of the stream, by the module that has them.
         unreached: layers with a style that no call came to.
         read: the parameters that code of other modules reads.
@@ -75,6 +77,7 @@ class Outcome:
     spreads: Mapping[str, Spread]
     bare: Mapping[str, BareRegion]
     escaping: Mapping[str, tuple[Place, ...]]
+    kept: Mapping[str, tuple[tuple[str, bool], ...]]
     unreached: frozenset[str]
     boundaries: Mapping[str, tuple[Boundary, ...]]
     elements: Mapping[str, Element]
@@ -224,6 +227,7 @@ class Outcome:
                 summed=self.summed_in(path),
                 partial=path in self.partial,
                 escaping=self.escaping.get(path, ()),
+                kept=self.kept.get(path, ()),
                 thin=self.sizes.stacked[path].thin if path in self.sizes.stacked else None,
                 dispatched=self.sizes.over_ep(path) is not None,
                 detour=self.flow.detours.get(path) if self.sequence_parallel else None,

@@ -71,8 +71,7 @@ class Walk(Notes):
         self.partial = partial_rows(bare)
         self.local, self.dim, self.cut, self.dropouts = local, dim, cut, dropouts
         self.flow = Flow()
-        self.region: set[int] = set()
-        self.whole_in_region: set[int] = set()
+        self.region, self.whole_in_region = self.flow.region, self.flow.whole_in_region
         self.stream: set[int] = set()
         self.from_stream: set[int] = set()  # what became of it in regions
         self.weights: dict[int, frozenset[str]] = {

@@ -41,7 +41,7 @@ from tpplan.proof.exact import exact, widened
 from tpplan.proof.locate import Divergence, Seen, compare, rule_near, watched
 from tpplan.proof.miniature import miniature, on_rank, unsharded
 from tpplan.proof.ranks import mean_over_ep, places_of, simulated
-from tpplan.proof.step import Result, Scene, step, worst
+from tpplan.proof.step import Result, Scene, parts_of, step, worst
 from tpplan.proof.stopped import Stopped, inlined
 from tpplan.rewrite import apply
 from tpplan.rewrite.world import broadcast
@@ -194,7 +194,10 @@ def _everyones(
 ) -> list[Result]:
     """What a step gives on each rank of ep; nothing where that is not finite."""
     with exact():
-        found = [step(twin, scene.on(place), seed, None) for place, twin in enumerate(twins)]
+        found = [
+            step(twin, scene.on(place), seed, parts=parts_of(compiled))
+            for place, twin in enumerate(twins)
+        ]
     if not all(bool(t.isfinite().all()) for result in found for t in result.outputs.values()):
         return []
     means = mean_over_ep([result.gradients for result in found], compiled)
@@ -233,7 +236,7 @@ def _on_rank(
         for seed, (scene, everyones) in enumerate(zip(scenes, expected, strict=True)):
             due = everyones[place]
             try:
-                got = step(model, scene.on(place), seed, due)
+                got = step(model, scene.on(place), seed, due, parts_of(compiled))
             except Exception as error:
                 refused = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
                 if scene.optional and refused:  # it will not be silent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from tpplan.comm.placements import part_of
 from tpplan.compat import local_of, unmoded
+from tpplan.compiled import CompiledPlan
 from tpplan.observe.calls import Call
+from tpplan.observe.trace import attributes_of
 from tpplan.proof.calls import other_batch
 from tpplan.proof.drawn import Drawn, misdrawn, noting
 
@@ -55,19 +57,29 @@ class Result:
     drawn: list[Drawn] = field(default_factory=list)
 
 
-def step(model: nn.Module, scene: Scene, seed: int = 0, due: Result | None = None) -> Result:
+def step(
+    model: nn.Module,
+    scene: Scene,
+    seed: int = 0,
+    due: Result | None = None,
+    parts: Set[str] = frozenset(),
+) -> Result:
     """Forward and backward; the objective weighs every element of every output differently.
 
-    ``due``: what the unsharded model gave, on a rank.
+    What modules keep as attributes, and is a function of parameters, is an output as well.
+
+    ``due``: what the unsharded model gave, on a rank. ``parts``: attributes of which ranks have
+    their parts.
     """
     model.train(scene.training)
     model.zero_grad(set_to_none=True)
     args, kwargs, given = _leaves_of(scene.call)
     if scene.scale != 1.0 and not given:
         _scale_tables(model, scene.scale)
-    before = _sums(model)
+    before, old = _sums(model), {id(t): t for t in _kept(model, parts).values()}
     with noting() as noise:
         found = outputs_of(model(*args, **kwargs))
+    found.update((n, t) for n, t in _kept(model, parts).items() if id(t) not in old)
     generator = torch.Generator().manual_seed(seed)
     result = Result() if due is None else Result(weights=due.weights)
     total = None
@@ -97,6 +109,27 @@ def step(model: nn.Module, scene: Scene, seed: int = 0, due: Result | None = Non
         changed |= set(due.written)
     result.written = {n: p.detach().clone() for n, p in model.named_parameters() if n in changed}
     return result
+
+
+def parts_of(compiled: CompiledPlan) -> frozenset[str]:
+    """The attributes in which each rank keeps its part of something."""
+    return frozenset(
+        f"{path}.{name}".lstrip(".")
+        for path, plan in compiled.modules.items()
+        for name, whole in plan.kept
+        if not whole
+    )
+
+
+def _kept(model: nn.Module, parts: Set[str]) -> dict[str, torch.Tensor]:
+    """What modules keep as attributes that gradients flow back from."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for name, value in attributes_of(module):
+            if f"{path}.{name}".lstrip(".") not in parts:
+                where = f"the attribute {path}.{name}".rstrip(".")
+                found.update(_tensors(value, where))
+    return {name: t for name, t in found.items() if t.grad_fn is not None}
 
 
 def _sums(model: nn.Module) -> dict[str, tuple[float, float]]:

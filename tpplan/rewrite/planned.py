@@ -23,6 +23,7 @@ from tpplan.roles.entry import Entry
 from tpplan.roles.experts import Escaping
 from tpplan.roles.fused import ROLES, Around, Swapped, common, partner_of
 from tpplan.roles.heads import HeadInputs, OwnBuffers, keep_own
+from tpplan.roles.kept import Keeping
 from tpplan.roles.lowered import Lowered, State, lower
 from tpplan.roles.members import summing_site
 from tpplan.roles.narrow import Widened
@@ -192,6 +193,7 @@ def roles_of(
     ``fused``: the one whose kernel stands for the module's own forward, if any.
     """
     around = {
+        Keeping: plan.kept,
         Widened: plan.widened,
         Container: plan.container,
         Draws: plan.draws is not None,

@@ -11,7 +11,8 @@ from tpplan import compat
 from tpplan.comm import Site, divide_gradient
 from tpplan.comm.agreement import require_same_routing
 from tpplan.kernels import experts
-from tpplan.places import Place, at, with_at
+from tpplan.places import Kept, Place, at, with_at
+from tpplan.roles.kept import divide_kept
 from tpplan.roles.lowered import Lowered
 from tpplan.roles.summing import Summing
 
@@ -25,6 +26,10 @@ class Escaping(Lowered):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         made, state = super().forward(*args, **kwargs), self._tpplan
         for place in state.plan.escaping:
+            if place and isinstance(place[0], Kept):
+                owner = self.get_submodule(place[0].path)
+                divide_kept(owner, place[0].name, state.transition.group.size)
+                continue
             found = given_at(made, place)
             if found is not None:
                 made = with_at(made, place, divide_gradient(found, state.transition.group.size))

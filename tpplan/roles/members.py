@@ -11,6 +11,7 @@ from torch import nn
 
 from tpplan import compat
 from tpplan.comm import Site
+from tpplan.roles.kept import guard
 from tpplan.roles.lowered import Lowered
 from tpplan.roles.parameters import Own, make
 
@@ -68,7 +69,8 @@ def hand_over_late(module: Lowered) -> None:
             return
 
 
-def called(module: Lowered) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def called(module: Lowered) -> Iterator[None]:
     """While ``module`` runs, which was called with no rewritten module around it that runs.
 
     Raises:
@@ -85,7 +87,12 @@ def called(module: Lowered) -> contextlib.AbstractContextManager[None]:
         state.apart = True
         for _, own in members_of(module):
             own.part()
-    return state.stream.called(state.plan.path)
+    with state.stream.called(state.plan.path):
+        yield
+    if state.stream.keeping:
+        keeping, state.stream.keeping = state.stream.keeping, []
+        for module in keeping:
+            guard(module)
 
 
 class OwnMembers(Lowered, nn.ModuleList):
