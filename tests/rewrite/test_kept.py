@@ -99,7 +99,7 @@ class Layer(nn.Module):
 
 
 class Keeping(nn.Module):
-    """``adds``: whether it gives the loss of what its layers keep by itself."""
+    """``adds``: whether it gives, in training, the loss of what its layers keep by itself."""
 
     def __init__(
         self, mlp: Callable[[], nn.Module], keeps: bool = False, adds: bool = False
@@ -111,7 +111,7 @@ class Keeping(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
-        if self.adds:
+        if self.adds and self.training:
             return x, sum(layer.mlp.balance for layer in self.layers)  # type: ignore[union-attr, misc]
         return x
 
@@ -198,6 +198,45 @@ def wrong_job(mesh: DeviceMesh, sp: bool, kind: type[nn.Module], keeps: bool) ->
     return found.errors
 
 
+def compiled_job(mesh: DeviceMesh, sp: bool, whole: bool) -> Errors:
+    """Layers compiled one by one, or the model: the gradient of what is whole."""
+    (reference, model), found = both(mesh, sp, Dense), Findings()
+    torch._dynamo.reset()
+    for module in [model] if whole else model.layers:
+        module.compile(backend="aot_eager", fullgraph=True)
+    for shape in ((2, 8), (3, 7)):
+        x = torch.randn(*shape, WIDTH).double()
+        for each in (reference, model):
+            each.zero_grad()
+            out = each(x).square().mean()
+            aux = sum(i * k for i, k in enumerate(kept_in(each), 1))
+            (out + aux).backward()
+        found.add(f"{shape}", compare_gradients(reference, model))
+    return found.errors
+
+
+def compiled_parts_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Layers compiled one by one leave parts as they are; in a compiled model they are refused."""
+    (_, model), found, said = both(mesh, sp, Sparse), Findings(), ""
+    torch._dynamo.reset()
+    try:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(2, 6, WIDTH).double())
+    except Exception as e:
+        said = str(e)
+    found.add("says why", same("which a compiled model cannot leave out" in said))
+    torch._dynamo.reset()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    loss = model(torch.randn(2, 6, WIDTH).double()).square().mean()
+    loss.backward(retain_graph=True)
+    try:
+        (loss + kept_in(model)[0]).backward()
+    except RuntimeError as e:
+        said = str(e)
+    found.add("says which", same("a loss reads this attribute" in said))
+    return found.errors
+
+
 @SIZES
 @MODES
 @pytest.mark.parametrize("kind", [Routed, Dense])
@@ -219,3 +258,14 @@ def test_read_by_the_model(ranks: Ranks, sp: bool) -> None:
 @MODES
 def test_parts(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run(2, wrong_job, sp, Sparse, False))
+
+
+@MODES
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled(ranks: Ranks, sp: bool, whole: bool) -> None:
+    assert not beyond(ranks.run(2, compiled_job, sp, whole))
+
+
+@MODES
+def test_compiled_parts(ranks: Ranks, sp: bool) -> None:
+    assert not beyond(ranks.run(2, compiled_parts_job, sp))

@@ -79,7 +79,6 @@ class Stream:
         started: the number of the autograd node with which the element that ran last began.
         entered: the length of the stream in its global form that last entered a region outside of
             the stack, which is what the region gives back.
-        keeping: modules that ran in it, and keep what the user's loss must not be made of.
         depth: how many modules that contain rewritten ones run their own forward.
         saves_rows: whether products keep a rank's rows of what was gathered for them.
         recomputed: forms of kernels whose results backward makes again, and products do not keep.
@@ -128,7 +127,6 @@ class Stream:
         self.running: tuple[str, object] | None = None
         self.started: int | None = None
         self.entered: int | None = None
-        self.keeping: list[Any] = []
         self.depth = 0
         self.hands_on = False
         self._runs: dict[int, deque[Run]] = {}
@@ -166,7 +164,7 @@ class Stream:
     def called(self, path: str) -> Iterator[None]:
         """While the module at ``path`` runs that was called with none around it that runs."""
         self.started = start = self.now()
-        self.shared, self.entered, self.keeping = {}, None, []
+        self.shared, self.entered = {}, None
         try:
             yield
         finally:

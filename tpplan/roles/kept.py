@@ -20,13 +20,8 @@ class Keeping(Lowered):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
-        state = self._tpplan
-        if torch.compiler.is_compiling() or compat.in_backward() or not torch.is_grad_enabled():
-            return out
-        if state.stream.shared is None:
-            guard(self)
-        else:
-            state.stream.keeping.append(self)
+        if self._tpplan.stream.shared is None:
+            put_right(self)
         return out
 
 
@@ -42,9 +37,15 @@ def divide_kept(module: nn.Module, name: str, ranks: int) -> None:
         setattr(module, name, divide_gradient(value, ranks))
 
 
-def guard(module: Lowered) -> None:
-    """Put right what ``module`` keeps, or have backward raise where it comes to it."""
+def put_right(module: Keeping) -> None:
+    """Put right what ``module`` keeps, or have backward raise where it comes to it.
+
+    Raises:
+        RuntimeError: in a compiled graph, whose backward comes to all that it gives.
+    """
     plan = module._tpplan.plan
+    if compat.in_backward() or not torch.is_grad_enabled():
+        return
     for name, whole in plan.kept:
         if whole:
             divide_kept(module, name, module._tpplan.stream.group.size)
@@ -58,8 +59,7 @@ def guard(module: Lowered) -> None:
 
 def _guarded(value: Any, path: str) -> Any:
     if isinstance(value, torch.Tensor):
-        known = value.grad_fn is None or isinstance(value.grad_fn, _Guard._backward_cls)  # type: ignore[attr-defined]
-        return value if known else _Guard.apply(value, path)  # type: ignore[no-untyped-call]
+        return _guarded_tensor(value, path)
     if isinstance(value, list):
         value[:] = [_guarded(item, path) for item in value]
     elif isinstance(value, dict):
@@ -67,6 +67,19 @@ def _guarded(value: Any, path: str) -> Any:
     elif type(value) is tuple:
         return tuple(_guarded(item, path) for item in value)
     return value
+
+
+def _guarded_tensor(x: torch.Tensor, path: str) -> torch.Tensor:
+    if not x.requires_grad:
+        return x
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{path}: each rank keeps its part of something as this attribute, with a gradient, "
+            "which a compiled model cannot leave out; keep it detached, or compile the layers one "
+            "by one"
+        )
+    known = x.grad_fn is None or isinstance(x.grad_fn, _Guard._backward_cls)  # type: ignore[attr-defined]
+    return x if known else _Guard.apply(x, path)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Guard(torch.autograd.Function):

@@ -62,6 +62,7 @@ class State:
         dispatch: the ways on which tokens are sent to its experts and back, if they are.
         partner: what its fused kernel needs to know of other modules, if anything.
         members: rewritten modules inside it, found when first needed.
+        keeping: those inside it that keep what a loss may read, found when first needed.
         schedule: when the ranks compare what it is called with.
         within_own: whether it was called while the rank drew from its own random sequence.
         apart: whether the parameters inside it have been given a graph node each.
@@ -87,6 +88,7 @@ class State:
         self.entries = entries
         self.partner = partner
         self.members: list[tuple[Lowered, Own]] | None = None
+        self.keeping: list[Any] | None = None
         self.schedule = Schedule()
         self.within_own = False
         self.apart = False

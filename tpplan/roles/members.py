@@ -11,7 +11,7 @@ from torch import nn
 
 from tpplan import compat
 from tpplan.comm import Site
-from tpplan.roles.kept import guard
+from tpplan.roles.kept import Keeping, put_right
 from tpplan.roles.lowered import Lowered
 from tpplan.roles.parameters import Own, make
 
@@ -89,10 +89,19 @@ def called(module: Lowered) -> Iterator[None]:
             own.part()
     with state.stream.called(state.plan.path):
         yield
-    if state.stream.keeping:
-        keeping, state.stream.keeping = state.stream.keeping, []
-        for module in keeping:
-            guard(module)
+    for keeping in _keeping_in(module):
+        put_right(keeping)
+
+
+def _keeping_in(module: Lowered) -> list[Keeping]:
+    """The modules inside that keep what a loss may read, found when first asked for."""
+    state = module._tpplan
+    found = state.keeping
+    if found is None:
+        found = [inner for inner in module.modules() if isinstance(inner, Keeping)]
+        if not torch.compiler.is_compiling():
+            state.keeping = found
+    return found
 
 
 class OwnMembers(Lowered, nn.ModuleList):
