@@ -45,6 +45,8 @@ ON_STREAM = {
     "columns": True,
     "tokens": False,
     "tokens, of ones": False,
+    "tokens, dropped out": False,
+    "columns, dropped out": True,
 }
 IN_REGION = {
     **dict.fromkeys(ONE, True),
@@ -52,6 +54,8 @@ IN_REGION = {
     "columns": False,
     "tokens": True,
     "tokens, of ones": True,
+    "tokens, dropped out": True,
+    "columns, dropped out": False,
 }
 DRAWS: dict[str, Draw] = {
     **ONE,
@@ -59,6 +63,8 @@ DRAWS: dict[str, Draw] = {
     "columns": lambda x: x * _kept(len(x), 1, x.size(-1)),
     "tokens": lambda x: x * _kept(len(x), x.size(1), 1),
     "tokens, of ones": lambda x: x * F.dropout(torch.ones_like(x[:, :, :1]), 0.5),
+    "tokens, dropped out": lambda x: F.dropout1d(x, 0.5),
+    "columns, dropped out": lambda x: F.dropout1d(x.mT, 0.5).mT,
 }
 
 

@@ -53,6 +53,10 @@ def layer_job(mesh: DeviceMesh, sp: bool, name: str, inside: bool) -> bool:
     return alike_job(mesh, sp, lambda: Layer(DRAWS[name], inside), False)
 
 
+def module_job(mesh: DeviceMesh, sp: bool, inside: bool) -> bool:
+    return alike_job(mesh, sp, lambda: Layer(nn.Dropout1d(0.5), inside), False)
+
+
 def heads_job(mesh: DeviceMesh, sp: bool, each: bool) -> bool:
     return alike_job(mesh, sp, lambda: Attending(each), True)
 
@@ -74,6 +78,12 @@ def test_in_a_region(ranks: Ranks, sp: bool, name: str) -> None:
 @pytest.mark.parametrize("each", [False, True])
 def test_on_the_scores_of_heads(ranks: Ranks, sp: bool, each: bool) -> None:
     assert set(ranks.run(2, heads_job, sp, each)) == {not each}
+
+
+@MODES
+@pytest.mark.parametrize("inside", [False, True], ids=["on the stream", "in a region"])
+def test_modules_that_drop_out_all_columns_of_tokens(ranks: Ranks, sp: bool, inside: bool) -> None:
+    assert set(ranks.run(2, module_job, sp, inside)) == {inside or not sp}
 
 
 TIME_FIRST: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -13,6 +13,7 @@ from tpplan.compiled import CompiledPlan, Element, Spread
 from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.calls import Call, calls_for, routed
+from tpplan.observe.channels import function_of
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.gated import gated_norms
 from tpplan.observe.probe import probe_modules
@@ -392,5 +393,7 @@ class _Compiler(Outcome):
             self.complaints.about(None, torn, message, hint)
 
 
-def _dropouts(model: nn.Module) -> set[str]:
-    return {path for path, module in model.named_modules() if isinstance(module, DROPOUT)}
+def _dropouts(model: nn.Module) -> dict[str, Any]:
+    """Modules that drop out; of those that drop whole channels out, the functions they call."""
+    modules = model.named_modules()
+    return {path: function_of(module) for path, module in modules if isinstance(module, DROPOUT)}

@@ -112,16 +112,23 @@ class Noise:
         """Whether all ranks need the same of some noise: it has nothing along what is cut."""
         if op.name.startswith(("aten.index.", "aten.index_select")):
             return number not in self.trace.floating  # which rows, of what is not cut
-        extent = self.extent[number]
+        others = [self.trace.shapes[n] for n in op.inputs if n not in self.drawn]
+        return self.is_one(self.extent[number], max(others, key=len), kind)
+
+    def is_one(self, extent: tuple[int, ...], shape: tuple[int, ...], kind: str) -> bool:
+        """The same of noise of some extent that meets a tensor of a shape."""
         if math.prod(extent) == 1:
             return True
-        others = [self.trace.shapes[n] for n in op.inputs if n not in self.drawn]
-        shape = max(others, key=len)
         dim = self._cut_in_region(shape) if kind == "region" else self._cut_in_stream(shape)
         return dim is not None and _aligned(extent, len(shape))[dim] == 1
 
     def _cut_in_stream(self, shape: tuple[int, ...]) -> int:
-        return 0 if len(shape) == self.dim + 1 else self.dim
+        if len(shape) == self.dim + 1:
+            return 0
+        # channels may come before the sequence
+        lengths = {sizes[self.dim] for sizes in self.leading if len(sizes) > self.dim}
+        places = [i for i, size in enumerate(shape) if size in lengths]
+        return places[0] if len(places) == 1 else self.dim
 
     def _cut_in_region(self, shape: tuple[int, ...]) -> int | None:
         """Where columns or heads are in what is made of the stream, as models lay it out."""

@@ -10,12 +10,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from tpplan.comm.randomness import draws_own
 from tpplan.compat import local_of
+from tpplan.observe.channels import drawn_by
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,16 @@ def noting() -> Iterator[list[Drawn]]:
         _noted.reset(before)
 
 
-def note(numbers: torch.Tensor) -> None:
-    """That as many are drawn; of a single one there is nothing to share out."""
+def note(numbers: torch.Tensor, dropout: Any = None) -> None:
+    """That as many are drawn; of a single one there is nothing to share out.
+
+    Args:
+        dropout: the function that drops out of them.
+    """
     found = _noted.get()
     local = local_of(numbers) if isinstance(numbers, DTensor) else numbers
     if found is not None and local.dim():
-        found.append(Drawn(tuple(local.shape), draws_own()))
+        found.append(Drawn(drawn_by(dropout, tuple(local.shape)), draws_own()))
 
 
 def misdrawn(due: Sequence[Drawn], got: Sequence[Drawn]) -> str | None:
