@@ -104,7 +104,7 @@ class Attending(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Layers that draw by themselves, or are given what the model drew."""
+    """Layers one after the other, each of which draws by itself."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()

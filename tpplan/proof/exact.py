@@ -133,7 +133,7 @@ class _Exact(TorchFunctionMode):
         func = GROUPED.get(func, func)
         out = _DRAWS.get(func, func)(*args, **kwargs)
         if func in _DRAWS:
-            note(out)
+            note(out, generator=kwargs.get("generator"))
         return _widened(out) if isinstance(out, torch.Tensor) else out
 
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
