@@ -24,7 +24,15 @@ ROOMS = (
     "adapters.py",
 )
 # what says what to do needs no page: the place of the hint among a call's arguments, ...
-_HINTS = {"Diagnostic": 2, "say": 2, "about": 3, "by_rule": 1, "_say": 3, "_about": 2}
+_HINTS = {
+    "Diagnostic": 2,
+    "Misdrawn": 2,
+    "say": 2,
+    "about": 3,
+    "by_rule": 1,
+    "_say": 3,
+    "_about": 2,
+}
 # ... functions and classes elsewhere that make hints, and those that write reports
 _OTHERWISE = {"nearly", "_Cure", "looks_packed", "reasons", "describe"}
 _WORDS, _ENOUGH = 3, 10

@@ -27,12 +27,16 @@ def _row(x: torch.Tensor) -> torch.Tensor:
 ONE: dict[str, Draw] = {
     "a sample": _row,
     "a sample, repeated": lambda x: x * _kept(len(x), 1, 1).expand_as(x),
+    "a sample, as timm": lambda x: x * x.new_empty((len(x), 1, 1)).bernoulli_(0.5),
+    "a sample, of one": lambda x: x * torch.rand_like(x[:, :1, :1]),
+    "a sample, of odds": lambda x: x * torch.bernoulli(x.new_full((len(x), 1, 1), 0.5)),
     "a number": lambda x: x * (1 + torch.randn(())),
     "other samples": lambda x: x + 0.5 * x[torch.randperm(len(x))].detach(),
 }
 EVERY: dict[str, Draw] = {
     "each": lambda x: x * _kept(*x.shape),
     "each, in place": lambda x: x * torch.empty_like(x).bernoulli_(0.5),
+    "each, alike": lambda x: x * torch.rand_like(x),
     "of ones": lambda x: x * F.dropout(torch.ones(1).expand(x.shape), 0.5),
 }
 ON_STREAM = {
@@ -40,18 +44,27 @@ ON_STREAM = {
     **dict.fromkeys(EVERY, False),
     "columns": True,
     "tokens": False,
+    "tokens, of ones": False,
+    "tokens, dropped out": False,
+    "columns, dropped out": True,
 }
 IN_REGION = {
     **dict.fromkeys(ONE, True),
     **dict.fromkeys(EVERY, False),
     "columns": False,
     "tokens": True,
+    "tokens, of ones": True,
+    "tokens, dropped out": True,
+    "columns, dropped out": False,
 }
 DRAWS: dict[str, Draw] = {
     **ONE,
     **EVERY,
     "columns": lambda x: x * _kept(len(x), 1, x.size(-1)),
     "tokens": lambda x: x * _kept(len(x), x.size(1), 1),
+    "tokens, of ones": lambda x: x * F.dropout(torch.ones_like(x[:, :, :1]), 0.5),
+    "tokens, dropped out": lambda x: F.dropout1d(x, 0.5),
+    "columns, dropped out": lambda x: F.dropout1d(x.mT, 0.5).mT,
 }
 
 
@@ -91,7 +104,7 @@ class Attending(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Layers that draw by themselves, or are given what the model drew."""
+    """Layers one after the other, each of which draws by itself."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()

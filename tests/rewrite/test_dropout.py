@@ -36,12 +36,15 @@ from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 from tests.rewrite.dropout import (
     BARE,
+    FUNCTIONAL,
     FUSED,
     MODELS,
     Masks,
+    OneLineBlock,
     P,
     Tokens,
     equal,
+    functional,
     gathered,
     gpt,
     llama,
@@ -306,3 +309,18 @@ def test_recomputation_draws_the_same_masks(ranks: Ranks, tp: int, sp: bool) -> 
 @MODES
 def test_training_leaves_the_ranks_equal(ranks: Ranks, sp: bool) -> None:
     assert beyond(ranks.run(4, training_job, sp)) == {}
+
+
+@MODES
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", ["functional, for both", "BART, for both"])
+def test_modules_that_draw_for_both_are_proved(name: str, train: bool, sp: bool) -> None:
+    make, plan = MODELS[name]
+    tpplan.check(make().train(train), plan, 2, sp)
+
+
+def test_a_place_that_draws_for_both_is_refused_at_compile_time() -> None:
+    model = functional(P, block=OneLineBlock)
+    with pytest.raises(tpplan.PlanError, match=r"layers\.0: it draws dropout masks both"):
+        tpplan.check(model, FUNCTIONAL, 2, False)
+    tpplan.check(model, FUNCTIONAL, 2, True)  # where rows are a rank's own as well

@@ -22,6 +22,7 @@ from tests.rewrite.dropout import (
     FUNCTIONAL,
     Functional,
     FunctionalAttention,
+    FunctionalBlock,
     OneLineBlock,
     P,
     equal,
@@ -85,10 +86,26 @@ def within_job(mesh: DeviceMesh, sp: bool) -> float:
     return loss.item()
 
 
+class BrokenBlock(FunctionalBlock):
+    """Drops out in a function of its own, with breaks in the graph before and after."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.ln1(x + self.dropped(self.attn(x), P))
+        torch._dynamo.graph_break()
+        y = self.proj(self.dropped(self.fc(x).relu(), self.activation))
+        return self.ln2(x + self.dropped(y, P))
+
+    def dropped(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return F.dropout(x, p, self.training)
+
+
 # of one layer: compiling takes long
 COMPILED: dict[str, tuple[Callable[[], Any], Any]] = {
     "GPT": (lambda: gpt(layers=1), "gpt"),
     "functional": (lambda: functional(layers=1), FUNCTIONAL),
+    "functional, for both": (lambda: functional(P, layers=1), FUNCTIONAL),
+    "broken, for both": (lambda: functional(P, layers=1, block=BrokenBlock), FUNCTIONAL),
 }
 
 
@@ -105,6 +122,7 @@ def compiled_job(mesh: DeviceMesh, sp: bool, name: str, fullgraph: bool, warm: b
     loss, grads = run(whole, ids, 13)
     again, grads_again = run(whole, ids, 13)
     found.add("same seed", same(torch.equal(loss, again) and equal(grads, grads_again)))
+    found.add("as in eager mode", same(fullgraph or torch.equal(loss, run(model, ids, 13)[0])))
     found.add("other seed", same(not torch.equal(loss, run(whole, ids, 14)[0])))
     found.add("one loss", same(all(torch.equal(x, loss) for x in gathered(loss, mesh))))
     found.add(
@@ -196,3 +214,9 @@ def test_dropout_inside_a_forward_breaks_the_graph(ranks: Ranks) -> None:
     for message in ranks.run(2, message_of, compiled_job, False, "functional", True, False):
         assert re.search(r"layers\.0\.attn: dropout .* compiles in an nn\.Dropout", message)
     assert beyond(ranks.run(2, compiled_job, False, "functional", False, True)) == {}
+
+
+@pytest.mark.turns(16)
+@pytest.mark.parametrize("name", ["functional, for both", "broken, for both"])
+def test_modules_that_draw_for_both_run_with_breaks_in_the_graph(ranks: Ranks, name: str) -> None:
+    assert beyond(ranks.run(2, compiled_job, False, name, False, True)) == {}

@@ -53,6 +53,10 @@ def layer_job(mesh: DeviceMesh, sp: bool, name: str, inside: bool) -> bool:
     return alike_job(mesh, sp, lambda: Layer(DRAWS[name], inside), False)
 
 
+def module_job(mesh: DeviceMesh, sp: bool, inside: bool) -> bool:
+    return alike_job(mesh, sp, lambda: Layer(nn.Dropout1d(0.5), inside), False)
+
+
 def heads_job(mesh: DeviceMesh, sp: bool, each: bool) -> bool:
     return alike_job(mesh, sp, lambda: Attending(each), True)
 
@@ -74,3 +78,25 @@ def test_in_a_region(ranks: Ranks, sp: bool, name: str) -> None:
 @pytest.mark.parametrize("each", [False, True])
 def test_on_the_scores_of_heads(ranks: Ranks, sp: bool, each: bool) -> None:
     assert set(ranks.run(2, heads_job, sp, each)) == {not each}
+
+
+@MODES
+@pytest.mark.parametrize("inside", [False, True], ids=["on the stream", "in a region"])
+def test_modules_that_drop_out_all_columns_of_tokens(ranks: Ranks, sp: bool, inside: bool) -> None:
+    assert set(ranks.run(2, module_job, sp, inside)) == {inside or not sp}
+
+
+TIME_FIRST: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a sample": lambda x: x * torch.rand(1, x.size(1), 1),
+    "tokens": lambda x: x * torch.rand(*x.shape[:2], 1),
+    "columns": lambda x: x * torch.rand(1, *x.shape[1:]),
+}
+
+
+@MODES
+@pytest.mark.parametrize("inside", [False, True], ids=["on the stream", "in a region"])
+@pytest.mark.parametrize("name", TIME_FIRST)
+def test_where_the_sequence_comes_first(name: str, inside: bool, sp: bool) -> None:
+    model = Noisy(lambda: Layer(TIME_FIRST[name], inside)).train()
+    plan = {**plan_of(False), "sequence_dim": 0}
+    tpplan.check(model, plan, 2, sp, inputs=torch.randn(6, 4, WIDTH))

@@ -13,7 +13,7 @@ draws the same masks again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,12 +22,33 @@ import torch
 from tpplan.compat import FakeTensor
 
 _BITS = 2**64 - 1
-_own: ContextVar[bool] = ContextVar("own", default=False)
+
+
+def _never() -> bool:
+    return False
+
+
+def _always() -> bool:
+    return True
+
+
+_own: ContextVar[Callable[[], bool]] = ContextVar("own", default=_never)
 
 
 def draws_own() -> bool:
     """Whether this thread draws from a rank's own sequence at present."""
-    return _own.get()
+    return _own.get()()
+
+
+@contextlib.contextmanager
+def answering(owns: Callable[[Callable[[], bool]], bool]) -> Iterator[None]:
+    """Within it, ``draws_own`` is what ``owns`` says, which is given what said it before."""
+    before = _own.get()
+    told = _own.set(lambda: owns(before))
+    try:
+        yield
+    finally:
+        _own.reset(told)
 
 
 class Randomness:
@@ -56,7 +77,7 @@ class Randomness:
         if key is None:
             yield
             return
-        told = _own.set(True)
+        told = _own.set(_always)
         outer = self.on_own, self._shared
         here = _position(generator)
         if not self.on_own:
@@ -83,7 +104,7 @@ class Randomness:
         here = _position(generator)
         _move(generator, self._shared)
         self.on_own = False
-        told = _own.set(False)
+        told = _own.set(_never)
         try:
             yield
         finally:

@@ -49,6 +49,7 @@ from tpplan.compat.ops import written_by as written_by
 from tpplan.compat.pipelines import backward_is_split as backward_is_split
 from tpplan.compat.pipelines import only_sizes_count as only_sizes_count
 from tpplan.compat.recorders import records_nothing as records_nothing
+from tpplan.compat.sites import Running as Running
 from tpplan.compat.sites import Site as Site
 from tpplan.compat.sites import running as running
 from tpplan.compat.sizes import always as always

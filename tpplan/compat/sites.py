@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 from torch import nn
 
-# function, line and instruction, the innermost first
-Site = tuple[tuple[str, int, int], ...]
+# lines and columns in a module, the innermost first
+Site = tuple[tuple[str | int | None, ...], ...]
 
 # the frame in which a module's forward is called
 _CALL = nn.Module._call_impl.__code__
@@ -37,7 +38,7 @@ def running(forward: CodeType = _CALL) -> Running:
     Args:
         forward: code of a method as which modules may be called besides.
     """
-    lines: list[tuple[str, int, int]] = []
+    lines: list[tuple[str | int | None, ...]] = []
     module, checkpointed, whole = None, False, False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (whole and module is not None):
@@ -48,6 +49,14 @@ def running(forward: CodeType = _CALL) -> Running:
                 module = frame.f_locals["self"]
             checkpointed |= module is None and name == _CHECKPOINT
         elif not whole:
-            lines.append((frame.f_code.co_qualname, frame.f_lineno, frame.f_lasti))
+            lines.append((name, *_position(frame)))
         frame = frame.f_back
     return Running(tuple(lines), module, checkpointed)
+
+
+def _position(frame: FrameType) -> tuple[int | None, ...]:
+    """Where a frame is in its file, as the code that Dynamo makes of it says as well."""
+    positions = frame.f_code.co_positions()
+    here = next(itertools.islice(positions, frame.f_lasti // 2, None), (None,))
+    # Python may be told to leave columns out
+    return here if None not in here else (frame.f_lineno, frame.f_lasti)

@@ -13,15 +13,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from tpplan.observe.channels import function_of
 from tpplan.observe.trace import Call, Numbered
 
 DROPOUT = nn.modules.dropout._DropoutNd
 Shapes = Callable[[nn.Parameter], tuple[int, ...]]
 
 
-def dropouts(model: nn.Module) -> set[str]:
-    """The paths of torch's own dropout modules."""
-    return {path for path, module in model.named_modules() if isinstance(module, DROPOUT)}
+def dropouts(model: nn.Module) -> dict[str, Any]:
+    """Modules that drop out; of those that drop whole channels out, the functions they call."""
+    modules = model.named_modules()
+    return {path: function_of(module) for path, module in modules if isinstance(module, DROPOUT)}
 
 
 @contextlib.contextmanager

@@ -28,18 +28,29 @@ def drawn_at(met: Mapping[Site, Set[str]], sequence_parallel: bool) -> DrawnAt:
     return tuple((site, kind) for site, kind in kinds if kind is not None and kind != "mixed")
 
 
+# what takes nothing of a tensor but its shape
+_LIKE = (
+    "aten.new_",
+    *(f"aten.{made}_like" for made in ("empty", "zeros", "ones", "full")),
+    *(f"aten.{drawn}_like" for drawn in ("rand", "randn", "randint")),
+)
+
+
 class Noise:
     """Tensors made of constants and noise alone, and what they met.
 
     Attributes:
         parts: tensors that are parts of a sum: what each rank draws for them must be the same.
         whole: what regions beside the stack gave, and what became of it: whole on every rank.
+        leading: what streams have before their columns; before: how many dimensions that is.
         tokens: how many rows streams have where batch and sequence are one dimension.
     """
 
     def __init__(self, trace: Trace, parts: Set[int], dim: int, streams: Set[int]) -> None:
         self.trace, self.parts, self.dim = trace, parts, dim
-        self.leading = {trace.shapes[n][: dim + 1] for n in streams}
+        # a batch comes before the sequence or behind it
+        self.leading = {trace.shapes[n][:-1][: max(2, dim + 1)] for n in streams}
+        self.before = max(map(len, self.leading), default=dim + 1)
         self.tokens = {math.prod(sizes) for sizes in self.leading}
         self.whole: set[int] = set()
         self.drawn: dict[int, frozenset[int]] = {}
@@ -71,7 +82,8 @@ class Noise:
 
     def note(self, index: int, op: Op, kind: str) -> None:
         """What random numbers are drawn for: where they are drawn by themselves, what they meet."""
-        inputs = [self.drawn.get(n) for n in op.inputs]
+        given = () if op.name.startswith(_LIKE) else op.inputs
+        inputs = [self.drawn.get(n) for n in given]
         noise = frozenset().union(*(n for n in inputs if n is not None))
         if op.random:
             self.met[index] = set()
@@ -91,7 +103,7 @@ class Noise:
         """The size of noise, 1 along what it is repeated along."""
         shape = self.trace.shapes[number]
         spread = op.pointwise or op.name.startswith("aten.expand")
-        if op.random or not spread or not op.inputs:
+        if op.random or not spread or op.name.startswith(_LIKE) or not op.inputs:
             return shape
         given = [_aligned(self.extent[n], len(shape)) for n in op.inputs]
         return tuple(max(sizes) for sizes in zip(*given, strict=True))
@@ -100,20 +112,27 @@ class Noise:
         """Whether all ranks need the same of some noise: it has nothing along what is cut."""
         if op.name.startswith(("aten.index.", "aten.index_select")):
             return number not in self.trace.floating  # which rows, of what is not cut
-        extent = self.extent[number]
+        others = [self.trace.shapes[n] for n in op.inputs if n not in self.drawn]
+        return self.is_one(self.extent[number], max(others, key=len), kind)
+
+    def is_one(self, extent: tuple[int, ...], shape: tuple[int, ...], kind: str) -> bool:
+        """The same of noise of some extent that meets a tensor of a shape."""
         if math.prod(extent) == 1:
             return True
-        others = [self.trace.shapes[n] for n in op.inputs if n not in self.drawn]
-        shape = max(others, key=len)
         dim = self._cut_in_region(shape) if kind == "region" else self._cut_in_stream(shape)
         return dim is not None and _aligned(extent, len(shape))[dim] == 1
 
     def _cut_in_stream(self, shape: tuple[int, ...]) -> int:
-        return 0 if len(shape) == self.dim + 1 else self.dim
+        if len(shape) == self.dim + 1:
+            return 0
+        # channels may come before the sequence
+        lengths = {sizes[self.dim] for sizes in self.leading if len(sizes) > self.dim}
+        places = [i for i, size in enumerate(shape) if size in lengths]
+        return places[0] if len(places) == 1 else self.dim
 
     def _cut_in_region(self, shape: tuple[int, ...]) -> int | None:
         """Where columns or heads are in what is made of the stream, as models lay it out."""
-        before = self.dim + 1
+        before = self.before
         if len(shape) <= before + 1:
             return len(shape) - 1 if shape[:-1] in self.leading or len(shape) <= before else 0
         if len(shape) > before + 2:

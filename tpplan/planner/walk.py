@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 from tpplan.compiled import Boundary, Detour, Element, Spread
 from tpplan.language import FrozenMap, Rule
+from tpplan.observe.channels import drawn_by
 from tpplan.observe.trace import Call, Op, Trace
 from tpplan.planner.bare import BareRegion, partial_rows
 from tpplan.planner.flow import Flow
@@ -34,7 +36,8 @@ class Walk(Notes):
         dim: the sequence dimension.
         cut: the parameters that are cut by rules of their own.
         bare: the modules that multiply by these.
-        dropouts: modules that draw for their input, also where they drew nothing this time.
+        dropouts: modules that draw for their input, also where they drew nothing this time, and
+            the functions of those that drop whole channels out.
         spreads: whole values that meet the rows of the stream; see ``spreads``.
     """
 
@@ -50,7 +53,7 @@ class Walk(Notes):
         dim: int,
         cut: Set[str],
         bare: Mapping[str, BareRegion],
-        dropouts: Set[str] = frozenset(),
+        dropouts: Mapping[str, Any] = FrozenMap(),
         spreads: Mapping[str, Spread] = FrozenMap(),
     ) -> None:
         self.trace, self.columns, self.multihead = trace, columns, multihead
@@ -262,11 +265,19 @@ class Walk(Notes):
         ):
             self.flow.inside[call.path] = apart[0]
         if call.path in self.dropouts and given is not None:
-            stream = given in self.stream and not apart and self.noise.is_cut(given)
-            kind = "region" if given in self.region else "stream" if stream else "whole"
-            entered = {n for c in around for n in self.entry.get(c.index, ())}
-            kind = "whole" if given in self.noise.parts | self.whole_in_region | entered else kind
+            kind = self.dropped_of(call, given, around, bool(apart))
             self.flow.note_drawing(call.path, call.site, {kind})
+
+    def dropped_of(self, call: Call, given: int, around: list[Call], apart: bool) -> str:
+        """What a module that drops out draws for."""
+        entered = {n for c in around for n in self.entry.get(c.index, ())}
+        if given in self.noise.parts | self.whole_in_region | entered:
+            return "whole"
+        stream = given in self.stream and not apart and self.noise.is_cut(given)
+        kind = "region" if given in self.region else "stream" if stream else "whole"
+        shape = self.trace.shapes[given]
+        extent = drawn_by(self.dropouts[call.path], shape)
+        return "whole" if self.noise.is_one(extent, shape, kind) else kind
 
     def leave(self, call: Call) -> None:
         self.styles.get(call.path, NONE).leave(self, call)

@@ -7,53 +7,119 @@ by their shapes: of what the ranks share out none draws as many as the unsharded
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.comm.randomness import draws_own
-from tpplan.compat import local_of
+from tpplan.compat import local_of, running
+from tpplan.observe.channels import drawn_by
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Numbers of a shape, and whether from a rank's own sequence."""
+    """Numbers of a shape, whether from a rank's own sequence, and the module that draws them."""
 
     shape: tuple[int, ...]
     own: bool
+    path: str = ""
 
 
-_noted: ContextVar[list[Drawn] | None] = ContextVar("noted", default=None)
+@dataclass(frozen=True)
+class Misdrawn:
+    """What a module draws otherwise than it must, and what helps."""
+
+    path: str
+    what: str
+    hint: str
+
+
+class _Notes:
+    def __init__(self, model: nn.Module) -> None:
+        self.found: list[Drawn] = []
+        self.paths = {id(module): path for path, module in model.named_modules()}
+
+
+_noted: ContextVar[_Notes | None] = ContextVar("noted", default=None)
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[Drawn]]:
-    """What is drawn within it."""
-    found: list[Drawn] = []
-    before = _noted.set(found)
+def noting(model: nn.Module) -> Iterator[list[Drawn]]:
+    """What ``model`` draws within it."""
+    notes = _Notes(model)
+    before = _noted.set(notes)
     try:
-        yield found
+        yield notes.found
     finally:
         _noted.reset(before)
 
 
-def note(numbers: torch.Tensor) -> None:
-    """That as many are drawn; of a single one there is nothing to share out."""
-    found = _noted.get()
+def note(numbers: torch.Tensor, dropout: Any = None, generator: Any = None) -> None:
+    """That as many are drawn; of a single one there is nothing to share out.
+
+    Args:
+        dropout: the function that drops out of them.
+        generator: that of the code itself, which all ranks have alike.
+    """
+    notes = _noted.get()
     local = local_of(numbers) if isinstance(numbers, DTensor) else numbers
-    if found is not None and local.dim():
-        found.append(Drawn(tuple(local.shape), draws_own()))
+    if notes is None or not local.dim():
+        return
+    own = generator is None and draws_own()
+    path = notes.paths.get(id(running().module), "")
+    notes.found.append(Drawn(drawn_by(dropout, tuple(local.shape)), own, path))
 
 
-def misdrawn(due: Sequence[Drawn], got: Sequence[Drawn]) -> str | None:
-    """What a rank draws otherwise than it must, of what the unsharded model drew."""
+def misdrawn(
+    due: Sequence[Drawn], got: Sequence[Drawn], tp: int, length: int | None = None
+) -> Misdrawn | None:
+    """What a rank draws otherwise than it must, of what the unsharded model drew.
+
+    Args:
+        length: of the sequence.
+    """
     if len(due) != len(got):
         return None  # of experts each rank runs some
     for whole, ours in zip(due, got, strict=True):
-        if ours.own == (ours.shape == whole.shape):
-            alike = "all ranks need the same" if ours.own else "each rank needs its own"
-            return f"the drawing of random numbers {whole.shape}, of which {alike},"
+        numbers = f"draws random numbers of shape {whole.shape}"
+        if not ours.own and ours.shape != whole.shape:
+            return Misdrawn(
+                ours.path,
+                f"{numbers}, of which each rank needs its own, from a sequence that all ranks "
+                "share",
+                "draw them with nn.Dropout or rand_like, and without a generator of your own; or "
+                "leave that module out of the plan",
+            )
+        if ours.own and ours.shape == whole.shape:
+            return Misdrawn(
+                ours.path,
+                f"{numbers}, of which all ranks need the same, from a sequence of each rank's own",
+                "let them meet what is sharded in the shape they are drawn in; or leave that "
+                "module out of the plan",
+            )
+        if ours.own and _is_held_twice(whole.shape, ours.shape, tp, length):
+            return Misdrawn(
+                ours.path,
+                f"{numbers} for parts that several ranks hold alike, from a sequence of each "
+                "rank's own",
+                "draw for heads after they are repeated, or use no more ranks than there are of "
+                "them; or leave that module out of the plan",
+            )
     return None
+
+
+def _is_held_twice(
+    whole: tuple[int, ...], ours: tuple[int, ...], tp: int, length: int | None
+) -> bool:
+    """Whether several ranks must have the same part; less too much is padding."""
+    if math.prod(ours) * tp < 2 * math.prod(whole):
+        return False
+    # of very few rows some ranks have padding alone
+    cut = [w for w, o in zip(whole, ours, strict=False) if w != o]
+    return length is None or length not in cut or 2 * length > tp

@@ -8,6 +8,7 @@ in training as well.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tpplan.observe.channels import CHANNELS
 from tpplan.observe.grouped import GROUPED
 from tpplan.proof.drawn import note
 
@@ -31,21 +33,6 @@ _CASTS = {
     torch.Tensor.half: torch.Tensor.double,
     torch.Tensor.bfloat16: torch.Tensor.double,
 }
-_DROPOUTS = frozenset(
-    {
-        F.dropout,
-        F.dropout1d,
-        F.dropout2d,
-        F.dropout3d,
-        F.alpha_dropout,
-        F.feature_alpha_dropout,
-        torch.dropout,
-        torch.dropout_,
-        torch.alpha_dropout,
-        torch.feature_dropout,
-        torch.feature_alpha_dropout,
-    }
-)
 # what makes float32 of Python's numbers, which may be too large for it, where no dtype is named
 _FACTORIES = frozenset(
     {torch.full, torch.tensor, torch.scalar_tensor, torch.arange, torch.linspace, torch.logspace}
@@ -101,6 +88,29 @@ _DRAWS: Mapping[Any, Callable[..., Any]] = {
 }
 
 
+def _kept(
+    function: Any, input: Any, p: float = 0.5, training: Any = True, *_: Any, **kwargs: Any
+) -> Any:
+    """What a dropout is given: it drops nothing."""
+    if p and kwargs.get("train", training):
+        note(input, function)
+    return input
+
+
+_IN_TRAINING: Mapping[Any, Callable[..., Any]] = {
+    function: functools.partial(_kept, function)
+    for function in (
+        F.dropout,
+        F.alpha_dropout,
+        torch.dropout,
+        torch.dropout_,
+        torch.alpha_dropout,
+        torch.alpha_dropout_,
+        *CHANNELS,
+    )
+}
+
+
 class _Exact(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -108,8 +118,8 @@ class _Exact(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.backward and kwargs.get("inputs") is None:
             return self._backward(*args, **kwargs)
-        if func in _DROPOUTS:
-            return _kept(*args, **kwargs)
+        if func in _IN_TRAINING:
+            return _IN_TRAINING[func](*args, **kwargs)
         if func in _PROBABILITIES:
             args, kwargs = _without_dropout(_PROBABILITIES[func], args, kwargs)
         func = _CASTS.get(func, func)
@@ -123,7 +133,7 @@ class _Exact(TorchFunctionMode):
         func = GROUPED.get(func, func)
         out = _DRAWS.get(func, func)(*args, **kwargs)
         if func in _DRAWS:
-            note(out)
+            note(out, generator=kwargs.get("generator"))
         return _widened(out) if isinstance(out, torch.Tensor) else out
 
     def _backward(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -133,13 +143,6 @@ class _Exact(TorchFunctionMode):
         edges = [get_gradient_edge(t) if isinstance(t, torch.Tensor) else t for t in given]
         with self:
             torch.autograd.backward(edges, *args, **kwargs)
-
-
-def _kept(input: Any, p: float = 0.5, training: Any = True, *_: Any, **kwargs: Any) -> Any:
-    """What a dropout is given: it drops nothing."""
-    if p and kwargs.get("train", training):
-        note(input)
-    return input
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ from tpplan.proof.calls import (
     resized,
     with_options,
 )
+from tpplan.proof.drawn import Misdrawn, misdrawn
 from tpplan.proof.exact import exact, widened
 from tpplan.proof.locate import Divergence, Seen, compare, rule_near, watched
 from tpplan.proof.miniature import miniature, on_rank, unsharded
@@ -59,6 +60,7 @@ class Finding:
     rank: int
     what: str
     error: float
+    drawn: Misdrawn | None = None
 
 
 def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
@@ -111,6 +113,8 @@ def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
     departed = [finding for finding in found if finding is not None]
     if departed:
         first = min(departed, key=lambda f: scenes.index(f.scene))
+        if first.drawn is not None:
+            raise _drawn(plan, first, first.drawn)
         raise _departed(small, plan, scenes, first)
 
 
@@ -245,6 +249,10 @@ def _on_rank(
             found = worst(due, got, rank, compiled.tp)
             if found is not None:
                 return Finding(scene, rank, *found)
+            length = length_of(scene.call, compiled.plan.sequence_dim)
+            drawn = misdrawn(due.drawn, got.drawn, compiled.tp, length)
+            if drawn is not None:
+                return Finding(scene, rank, drawn.what, float("inf"), drawn)
     return None
 
 
@@ -260,6 +268,13 @@ def _failed(compiled: CompiledPlan, path: str, error: Exception) -> PlanError:
     hint = hint or "'tpplan explain' says what was inferred; see also docs/proved.md"
     place = stopped_at(place_of(error))
     return PlanError([Diagnostic(message, rule.position, hint, place, (path,))])
+
+
+def _drawn(compiled: CompiledPlan, finding: Finding, drawn: Misdrawn) -> PlanError:
+    """What is drawn from the wrong sequence: numbers that are all alike do not differ here."""
+    rule = rule_near(compiled, drawn.path) or compiled.plan.rules[0]
+    message = f"{drawn.path or 'the model itself'} {drawn.what} ({finding.scene.what})"
+    return PlanError([Diagnostic(message, rule.position, drawn.hint, about=(drawn.path,))])
 
 
 def _departed(

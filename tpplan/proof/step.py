@@ -17,7 +17,7 @@ from tpplan.compiled import CompiledPlan
 from tpplan.observe.calls import Call
 from tpplan.observe.trace import attributes_of
 from tpplan.proof.calls import other_batch
-from tpplan.proof.drawn import Drawn, misdrawn, noting
+from tpplan.proof.drawn import Drawn, noting
 
 TOLERANCE = 1e-7
 
@@ -77,7 +77,7 @@ def step(
     if scene.scale != 1.0 and not given:
         _scale_tables(model, scene.scale)
     before, old = _sums(model), {id(t): t for t in _kept(model, parts).values()}
-    with noting() as noise:
+    with noting(model) as noise:
         found = outputs_of(model(*args, **kwargs))
     found.update((n, t) for n, t in _kept(model, parts).items() if id(t) not in old)
     generator = torch.Generator().manual_seed(seed)
@@ -213,9 +213,6 @@ def _errors(due: Result, got: Result, rank: int, tp: int) -> Iterable[tuple[str,
         if theirs is not None:
             error = _error(theirs, ours, _largest(theirs), rank, tp)
         yield f"{name} afterwards", error
-    told = misdrawn(due.drawn, got.drawn)
-    if told is not None:
-        yield told, float("inf")
 
 
 def _heads_like(whole: torch.Tensor, ours: torch.Tensor, rank: int, tp: int) -> torch.Tensor:

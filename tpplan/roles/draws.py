@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -11,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.comm import Group
-from tpplan.compat import Site, draws, in_backward, running
+from tpplan.comm.randomness import answering
+from tpplan.compat import Running, Site, draws, in_backward, running
 from tpplan.compiled import DrawnFor
 from tpplan.roles.lowered import Lowered
 
@@ -34,7 +36,7 @@ class Draws(Lowered):
         if kind == "mixed" and torch.compiler.is_compiling():
             self._refuse_compilation()
         if kind == "mixed" and not module:
-            with _AtSites(self):
+            with answering(self._draws_own), _AtSites(self):
                 return super().forward(*args, **kwargs)
         if kind == "mixed":
             kind = self._drawn_at(running().site)
@@ -61,6 +63,22 @@ class Draws(Lowered):
                 "set its p to 0 before tpplan.parallelize, or give each its own nn.Dropout"
             )
         return kind
+
+    def _own_at(self, now: Running) -> bool:
+        """Whether a place in its code draws from the rank's own sequence."""
+        if now.checkpointed:
+            raise RuntimeError(
+                f"{self._tpplan.plan.path}: it draws dropout masks both for what is sharded over "
+                "the ranks and for what each of them holds whole, in a part of its forward that is "
+                "recomputed in backward, where they would be others; checkpoint the whole module, "
+                "or set its dropout to 0"
+            )
+        return self._is_own(self._drawn_at(now.site))
+
+    def _draws_own(self, before: Callable[[], bool]) -> bool:
+        """The same of where its code is now, where it is this module's that runs."""
+        now = running(Draws.forward.__code__)
+        return self._own_at(now) if now.module is self else before()
 
     def _dropped(self, kind: DrawnFor | None, input: torch.Tensor) -> Any:
         """A dropout module on this rank's part of something."""
@@ -128,14 +146,7 @@ class _AtSites(TorchDispatchMode):
         now = running(Draws.forward.__code__)
         if now.module is not self._module:
             return func(*args, **kwargs)
-        if now.checkpointed:
-            raise RuntimeError(
-                f"{self._module._tpplan.plan.path}: it draws dropout masks both for what is "
-                "sharded over the ranks and for what each of them holds whole, in a part of its "
-                "forward that is recomputed in backward, where they would be others; checkpoint "
-                "the whole module, or set its dropout to 0"
-            )
-        with self._module._sequence(self._module._is_own(self._module._drawn_at(now.site))):
+        with self._module._sequence(self._module._own_at(now)):
             return func(*args, **kwargs)
 
 
