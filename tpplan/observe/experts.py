@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tpplan.kernels.experts import chosen_in, held_in, of_held, of_own, of_sizes
 from tpplan.layout import own_part
 from tpplan.observe.grouped import InAnyPrecision
+from tpplan.observe.kept import by_itself
 from tpplan.observe.slices import hit, placement, same, slice_of, together
 from tpplan.observe.thin_experts import NotStackedError, Stacked, Thin, WidthError, thinned
 from tpplan.observe.trace import Call, Numbered, Trace
@@ -188,10 +189,11 @@ class _Runner:
         try:
             if self.held is not None and not self.first:
                 args, kwargs = of_held(self.given, self.held)
-            if self.picks is None:
-                out = self.module(*args, **kwargs)
-            else:
-                out = of_own(self.module, (args, kwargs), *self.picks)
+            with by_itself():
+                if self.picks is None:
+                    out = self.module(*args, **kwargs)
+                else:
+                    out = of_own(self.module, (args, kwargs), *self.picks)
         except Exception as error:
             raise NotStackedError(
                 f"it cannot be run on random numbers: {type(error).__name__}: {error}"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from tpplan.observe.kept import by_itself
 from tpplan.observe.trace import Call, Numbered
 
 DROPOUT = nn.modules.dropout._DropoutNd
@@ -125,4 +126,5 @@ def called(module: nn.Module, call: Call, tensors: Mapping[int, torch.Tensor]) -
         KeyError: where the call has a tensor that is not among ``tensors``.
     """
     args, kwargs = tree_map_only(Numbered, lambda n: tensors[n.number], call.given)
-    return module(*args, **kwargs)
+    with by_itself():
+        return module(*args, **kwargs)

@@ -15,6 +15,7 @@ from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.calls import Call, calls_for, routed
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.gated import gated_norms
+from tpplan.observe.kept import as_before
 from tpplan.observe.probe import probe_modules
 from tpplan.observe.ran import ran_in
 from tpplan.observe.shadow import computing_shadow_of, shadow_of
@@ -68,7 +69,7 @@ def compile_plan(
     Raises:
         PlanError: with every problem found.
     """
-    with same_randomness(), one_thread():
+    with same_randomness(), one_thread(), as_before(model):
         known = Known() if known is None else known
         compiler = _Compiler(model, plan, tp, sequence_parallel, ep, known)
         compiler.check_structure(kernels)
