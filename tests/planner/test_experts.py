@@ -26,6 +26,7 @@ from tests.mixtures import (
     Scaled,
     model_of,
 )
+from tpplan import places
 from tpplan.compiled import CompiledPlan
 from tpplan.observe.experts import shared_experts
 from tpplan.planner import compile_plan
@@ -101,20 +102,38 @@ class Kept(Block):
         return y
 
 
+class Listing(Block):
+    """Keeps it in a list."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y, seen = super().forward(x)
+        self.seen = [seen]
+        return y
+
+
 class Reading(Layer):
     """Reads what the router gave."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self.block(self.norm(x))
-        return x + y, 2 * self.block.seen  # type: ignore[operator]
+        y, seen = self.block(self.norm(x)), self.block.seen
+        return x + y, 2 * (seen[0] if isinstance(seen, list) else seen)  # type: ignore[operator]
 
 
-def reading() -> Model:
+def reading(block: type[Block]) -> Model:
     """A model whose layers do."""
-    model = Model(lambda: Kept(Packed()))
+    model = Model(lambda: block(Packed()))
     for layer in model.layers:
         layer.__class__ = Reading
     return model
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "tp+sp"])
+def test_what_a_block_keeps(sp: bool) -> None:
+    """Read by the layer's code, it has the gradient of what is whole."""
+    model = reading(Kept)
+    plan = compiled(model, sp=sp)
+    assert plan.modules["layers.0.block"].escaping == ((places.Kept("", "seen"),),)
+    prove(model, plan, INPUT)
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "tp+sp"])
@@ -156,7 +175,7 @@ DIRECT = {
         (lambda: model_of("packed"), {"tp": 3}, 6, "tp 3 does not divide the 8 inner columns"),
         (lambda: Model(lambda: Block(Scaled())), {}, 6, "no inner columns were found"),
         (lambda: Model(nonlinear), {}, 6, "gives parts that do not sum up"),
-        (reading, {}, 6, "code outside of it uses what is made inside of it"),
+        (lambda: reading(Listing), {}, 6, "code outside of it uses what is made inside of it"),
         (
             lambda: nn.Sequential(Direct(), Direct()),
             {"rules": DIRECT},

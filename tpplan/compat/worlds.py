@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -83,13 +84,21 @@ def mesh_of_all(tp: int, ep: int, prefix: str = "") -> DeviceMesh:
 
 @one_thread()
 @_same_excepthook()
-def simulate(size: int, job: Callable[[DeviceMesh], Any], ep: int = 1) -> list[Any]:
+def simulate(
+    size: int,
+    job: Callable[[DeviceMesh], Any],
+    ep: int = 1,
+    turns: Sequence[AbstractContextManager[None]] | None = None,
+) -> list[Any]:
     """``job(mesh)`` on ranks that are threads of this process; what each returned.
 
     They are ``size``, ``ep`` times, on the mesh (tp), (ep) or (ep, tp).
 
     Every rank runs the very code a process would, its Python branches included; collectives meet
     in memory. The first exception of a rank is raised here.
+
+    ``turns``: of each rank a context that it is in whenever it runs, which one of them does at a
+    time then; entered again after each collective.
 
     Raises:
         RuntimeError: where all of them wait, because they issue different collectives.
@@ -105,11 +114,14 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any], ep: int = 1) -> list[A
     results: list[Any] = [None] * world
     failures: list[BaseException] = []
     store = dist.HashStore()  # type: ignore[attr-defined]
+    taking_turns = _Turns(turns)
 
     def run(rank: int) -> None:
         try:
             c10d.init_process_group("threaded", rank=rank, world_size=world, store=store)
-            results[rank] = job(mesh_of_all(size, ep))
+            mesh = mesh_of_all(size, ep)
+            with taking_turns(rank):
+                results[rank] = job(mesh)
         except BaseException as error:
             failures.append(error)
             ProcessLocalGroup.exception_handle(error)
@@ -121,9 +133,10 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any], ep: int = 1) -> list[A
     _install_threaded_pg()
     try:
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
-        for thread in threads:
-            thread.start()
-        _join(threads, failures, ProcessLocalGroup.exception_handle)
+        with taking_turns.at_collectives():
+            for thread in threads:
+                thread.start()
+            _join(threads, failures, ProcessLocalGroup.exception_handle)
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
@@ -131,6 +144,68 @@ def simulate(size: int, job: Callable[[DeviceMesh], Any], ep: int = 1) -> list[A
     if failures:
         raise failures[0]
     return results
+
+
+class _Turns:
+    """Lets one rank run at a time, in its own context; without ``contexts``, all of them."""
+
+    def __init__(self, contexts: Sequence[AbstractContextManager[None]] | None) -> None:
+        self.contexts = contexts
+        self.free = threading.Condition()
+        self.taken = False
+        self.own = threading.local()
+
+    @contextlib.contextmanager
+    def __call__(self, rank: int) -> Iterator[None]:
+        if self.contexts is None:
+            yield
+            return
+        self.take(self.contexts[rank])
+        try:
+            yield
+        finally:
+            self.give()
+
+    def take(self, context: AbstractContextManager[None]) -> None:
+        with self.free:
+            self.free.wait_for(lambda: not self.taken)
+            self.taken = True
+        self.own.context = context
+        context.__enter__()
+
+    def give(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self.own.context
+        self.own.context = None
+        try:
+            context.__exit__(None, None, None)
+        finally:
+            with self.free:
+                self.taken = False
+                self.free.notify()
+        return context
+
+    @contextlib.contextmanager
+    def at_collectives(self) -> Iterator[None]:
+        """Within it, whoever waits in a collective lets others run."""
+        from torch.testing._internal.distributed.multi_threaded_pg import Collective
+
+        join = Collective.join
+
+        def joined(collective: Any, rank: int, data: Any) -> Any:
+            if getattr(self.own, "context", None) is None:
+                return join(collective, rank, data)
+            context = self.give()
+            try:
+                return join(collective, rank, data)
+            finally:
+                self.take(context)
+
+        if self.contexts is not None:
+            Collective.join = joined  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Collective.join = join  # type: ignore[method-assign]
 
 
 def _join(

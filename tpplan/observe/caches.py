@@ -74,5 +74,10 @@ def _holds(cache: object, foreign: Callable[[torch.Tensor], bool]) -> bool:
         if any(isinstance(thing, torch.Tensor) and foreign(thing) for thing in inner):
             return True
         met.update(map(id, inner))
-        found = [thing for thing in inner if not isinstance(thing, (*_PASSED, torch.Tensor))]
+        found = [thing for thing in inner if not passed_by(thing)]
     return False
+
+
+def passed_by(thing: object) -> bool:
+    """Whether what a thing refers to is not looked into for tensors."""
+    return isinstance(thing, (*_PASSED, torch.Tensor))

@@ -28,6 +28,7 @@ from tpplan.observe.slices import hit, placement, same, slice_of, together
 from tpplan.observe.thin_experts import NotStackedError, Stacked, Thin, WidthError, thinned
 from tpplan.observe.trace import Call, Numbered, Trace
 from tpplan.observe.twins import twin_of
+from tpplan.observe.untouched import by_itself
 
 _TRIES = 64
 _SMALL = 2**20
@@ -188,10 +189,11 @@ class _Runner:
         try:
             if self.held is not None and not self.first:
                 args, kwargs = of_held(self.given, self.held)
-            if self.picks is None:
-                out = self.module(*args, **kwargs)
-            else:
-                out = of_own(self.module, (args, kwargs), *self.picks)
+            with by_itself():
+                if self.picks is None:
+                    out = self.module(*args, **kwargs)
+                else:
+                    out = of_own(self.module, (args, kwargs), *self.picks)
         except Exception as error:
             raise NotStackedError(
                 f"it cannot be run on random numbers: {type(error).__name__}: {error}"

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tpplan.compat import FakeTensorMode, Site, draws, quiet, running, unfused, written_by
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.calls import in_float32
+from tpplan.observe.untouched import by_itself
 from tpplan.places import Argument, Place, tensors_in
 
 
@@ -216,7 +217,7 @@ def record(
             first = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             hooks.enter_context(first)
             hooks.enter_context(module.register_forward_hook(after))
-        with mode, torch.no_grad(), quiet(), unfused(), recorder:
+        with by_itself(packages=True), mode, torch.no_grad(), quiet(), unfused(), recorder:
             for args, kwargs in calls:
                 fake_args, fake_kwargs = fake_inputs(mode, (args, dict(kwargs)))
                 shadow(*fake_args, **fake_kwargs)

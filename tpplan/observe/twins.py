@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from tpplan.observe.channels import function_of
 from tpplan.observe.trace import Call, Numbered
+from tpplan.observe.untouched import by_itself
 
 DROPOUT = nn.modules.dropout._DropoutNd
 Shapes = Callable[[nn.Parameter], tuple[int, ...]]
@@ -132,4 +133,5 @@ def called(module: nn.Module, call: Call, tensors: Mapping[int, torch.Tensor]) -
         KeyError: where the call has a tensor that is not among ``tensors``.
     """
     args, kwargs = tree_map_only(Numbered, lambda n: tensors[n.number], call.given)
-    return module(*args, **kwargs)
+    with by_itself():
+        return module(*args, **kwargs)

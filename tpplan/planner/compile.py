@@ -21,6 +21,7 @@ from tpplan.observe.shadow import computing_shadow_of, shadow_of
 from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.twins import dropouts, same_randomness
+from tpplan.observe.untouched import as_before
 from tpplan.planner import checks, infer, stacks
 from tpplan.planner.bare import BareRegion, bare_regions
 from tpplan.planner.causes import Causes, led
@@ -69,7 +70,7 @@ def compile_plan(
     Raises:
         PlanError: with every problem found.
     """
-    with same_randomness(), one_thread():
+    with same_randomness(), one_thread(), as_before(model):
         known = Known() if known is None else known
         compiler = _Compiler(model, plan, tp, sequence_parallel, ep, known)
         compiler.check_structure(kernels)

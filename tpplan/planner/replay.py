@@ -27,6 +27,7 @@ from tpplan.compiled import Element, ModulePlan, Summed
 from tpplan.language import Rule
 from tpplan.layout import Rows, own_part
 from tpplan.observe.likeness import identity, shared_tensors
+from tpplan.observe.untouched import by_itself
 from tpplan.places import at, taken, with_at
 from tpplan.planner.events import (
     Departed,
@@ -212,7 +213,7 @@ class _Replay:
     def run(self, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int | None) -> None:
         self.rank, self.at, self.running = rank, 0, []
         args, kwargs = tree_map_only(torch.Tensor, own_numbers, call)
-        with unfused():
+        with by_itself(), unfused():
             self.model(*args, **kwargs)
         if rank is not None and self.at < len(self.events):
             path = self.events[self.at].path
@@ -230,10 +231,8 @@ class _Replay:
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             given = whole_of(first_of(args, kwargs))
             if self.rank is None:
-                if isinstance(module, nn.Embedding) or plan.transposed:
-                    width = weight.shape[1]
-                else:
-                    width = weight.shape[0]
+                turned = isinstance(module, nn.Embedding) or plan.transposed
+                width = weight.shape[1 if turned else 0]
                 leading = given.shape if isinstance(module, nn.Embedding) else given.shape[:-1]
                 made = torch.randn(*leading, width, generator=self.generator)
                 self.events.append(Event(path, given.clone(), made))

@@ -17,6 +17,7 @@ from tpplan.comm import chunk
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Rule
 from tpplan.layout import Rows
+from tpplan.observe.untouched import by_itself
 from tpplan.proof.ranks import (
     Reference,
     backward,
@@ -72,7 +73,10 @@ def first_divergence(reference: Reference, compiled: CompiledPlan) -> Divergence
         found = compare(expected[place], seen(model, place), compiled, rank)
         return found or _in_gradients(reference.on(place), model, expected[place])
 
-    expected = [seen(copy.deepcopy(reference.model), place) for place in range(compiled.ep)]
+    expected = []
+    for place in range(compiled.ep):
+        with by_itself(packages=True):
+            expected.append(seen(copy.deepcopy(reference.model), place))
     found = simulated(compiled, on_rank)
     return min((f for f in found if f is not None), key=lambda f: f[0], default=(0, None))[1]
 

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.compat import one_thread, quiet, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.calls import Call, calls_for, routed, shortened
 from tpplan.observe.twins import same_randomness
+from tpplan.observe.untouched import View, by_itself, nothing_kept, view
 from tpplan.planner.closures import led_by_closures
 from tpplan.planner.match import fold
 from tpplan.planner.stops import place_of, stopped_at
@@ -75,8 +75,8 @@ def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
     if compiled.tp * compiled.ep == 1:
         return
     wide = (torch.float64, torch.complex128)
-    nothing_kept = no_fakes_kept(lambda t: t.dtype in wide)
-    with same_randomness(), one_thread(), nothing_kept, quiet(), unfused():
+    kept = nothing_kept(model, lambda t: t.dtype in wide)
+    with same_randomness(), one_thread(), kept, quiet(), unfused():
         try:
             _prove(model, compiled, inputs)
         except PlanError as error:
@@ -153,7 +153,7 @@ def _played(
     calls = [random_ids(small, call, generator) for call in given] if draw else [*given]
     calls = [widened(drawn_where_alike(call, generator)) for call in calls]
     dim = compiled.plan.sequence_dim
-    twins = [unsharded(small) for _ in range(compiled.ep)]
+    twins = [(unsharded(small), view()) for _ in range(compiled.ep)]
     scenes: list[Scene] = []
     results: list[list[Result]] = []
 
@@ -183,7 +183,7 @@ def _played(
         else:
             longer = call
             plays(Scene("in training", call, True, optional=fixed))
-        fuller = with_options(model.forward, call, lambda tried: _accepts(twins[0], tried))
+        fuller = with_options(model.forward, call, lambda tried: _accepts(twins[0][0], tried))
         if fuller is not call:
             names = ", ".join(name for name in fuller[1] if name not in call[1])
             plays(Scene(f"given {names}", fuller, optional=True))
@@ -194,14 +194,13 @@ def _played(
 
 
 def _everyones(
-    twins: Sequence[nn.Module], scene: Scene, seed: int, compiled: CompiledPlan
+    twins: Sequence[tuple[nn.Module, View]], scene: Scene, seed: int, compiled: CompiledPlan
 ) -> list[Result]:
     """What a step gives on each rank of ep; nothing where that is not finite."""
-    with exact():
-        found = [
-            step(twin, scene.on(place), seed, parts=parts_of(compiled))
-            for place, twin in enumerate(twins)
-        ]
+    found = []
+    for place, (twin, own) in enumerate(twins):
+        with exact(), own:
+            found.append(step(twin, scene.on(place), seed, parts=parts_of(compiled)))
     if not all(bool(t.isfinite().all()) for result in found for t in result.outputs.values()):
         return []
     means = mean_over_ep([result.gradients for result in found], compiled)
@@ -219,7 +218,7 @@ def _accepts(model: nn.Module, call: Call) -> bool:
     """Whether the unsharded model takes a call."""
     args, kwargs = copy.deepcopy(call)
     try:
-        with exact(), torch.no_grad():
+        with exact(), torch.no_grad(), by_itself(packages=True):
             model(*args, **kwargs)
     except Exception:
         return False
@@ -298,8 +297,10 @@ def _departed(
             got = seen(model, place)
         return compare(expected[place], got, compiled, rank)
 
-    with exact():
-        expected = [seen(unsharded(small), place) for place in range(compiled.ep)]
+    expected = []
+    for place in range(compiled.ep):
+        with exact(), by_itself(packages=True):
+            expected.append(seen(unsharded(small), place))
     try:
         found = [f for f in simulated(compiled, compared) if f is not None]
     except Exception:  # collectives that only the comparison makes

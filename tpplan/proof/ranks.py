@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tpplan.compat import local_of, simulate, unmoded
 from tpplan.compiled import CompiledPlan
 from tpplan.observe.calls import Call
 from tpplan.observe.grouped import InAnyPrecision
+from tpplan.observe.untouched import apart, by_itself
 from tpplan.proof.calls import other_batch
 from tpplan.proof.exact import exact
 from tpplan.proof.step import outputs_of
@@ -103,9 +105,17 @@ def mean_over_ep(
 
 
 def simulated(compiled: CompiledPlan, job: Callable[[DeviceMesh], Any]) -> list[Any]:
-    """``job(mesh)`` on simulated ranks; they defer as the ranks of a large model do."""
+    """``job(mesh)`` on simulated ranks; they defer as the ranks of a large model do.
+
+    It may be done twice: where the model's code keeps something outside of the model, each rank
+    has to find its own.
+    """
+
+    def run(turns: Sequence[AbstractContextManager[None]] | None) -> list[Any]:
+        return simulate(compiled.tp, job, compiled.ep, turns)
+
     with deferring(0):
-        return simulate(compiled.tp, job, compiled.ep)
+        return apart(run, compiled.tp * compiled.ep)
 
 
 def places_of(mesh: DeviceMesh, compiled: CompiledPlan) -> tuple[int, int]:
@@ -122,8 +132,9 @@ def differentiate(
     The objective weighs every element of every output with its own random number, so that no
     symmetry of the outputs hides an error.
     """
-    outputs = results(model, call)
-    backward(outputs, seed)
+    with by_itself(packages=True):
+        outputs = results(model, call)
+        backward(outputs, seed)
     return tuple(whole(t).detach() for t in outputs), gradients_of(model)
 
 

@@ -22,6 +22,7 @@ from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.observe.calls import Call, calls_for, in_float32, routed
 from tpplan.observe.shadow import not_copied
+from tpplan.observe.untouched import as_before
 from tpplan.planner import compile_plan
 from tpplan.proof.calls import random_ids
 from tpplan.proof.exact import exact, widened
@@ -173,16 +174,17 @@ def verify(
         raise PlanError([Diagnostic(message)])
     # what a model of transformers keeps of its routers is lost where a process is sent the model
     mixture = not processes and any(named(rule.style).stacked for rule in plan.rules)
-    references = references_of(made, inputs, seed, mixture)
     modes = [False, True] if sequence_parallel is None else [sequence_parallel]
     if sequence_parallel is None and (not plan.sequence_parallel or (tp == 1 and ep > 1)):
         modes = [False]
     how = plan, tp, inputs, ep
-    checks = tuple(
-        _check(reference, how, mode, processes, tolerance)
-        for mode in modes
-        for reference in references
-    )
+    with as_before(made):
+        references = references_of(made, inputs, seed, mixture)
+        checks = tuple(
+            _check(reference, how, mode, processes, tolerance)
+            for mode in modes
+            for reference in references
+        )
     for message in checks[0].idle:
         if all(message in check.idle for check in checks):
             warnings.warn(message, stacklevel=3)

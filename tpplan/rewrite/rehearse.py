@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.compat import FakeTensorMode, NeedsValuesError, quiet
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.calls import calls_for
 from tpplan.observe.shadow import shadow_of
 from tpplan.observe.trace import fake_inputs
+from tpplan.observe.untouched import nothing_kept
 from tpplan.planner.match import fold
 from tpplan.planner.stops import Stop, kind_of, place_of, stopped_at
 from tpplan.rewrite import apply
@@ -33,7 +33,7 @@ def rehearse(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadow = shadow_of(model, mode).eval()
-    with no_fakes_kept(), mode, quiet():
+    with nothing_kept(model), mode, quiet():
         # where the shards will be
         calls = fake_inputs(mode, calls_for(model, inputs), device=mesh.device_type)
         apply(shadow, compiled, mesh, src_data_rank=None)

@@ -22,10 +22,10 @@ from tpplan.comm.pace import Pace
 from tpplan.compat import FakeTensorMode, answers, fake_world, quiet, uncached
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.calls import Call
 from tpplan.observe.shadow import shadow_of
 from tpplan.observe.trace import fake_inputs
+from tpplan.observe.untouched import nothing_kept
 from tpplan.planner.experts import hide, stacked_in
 from tpplan.rewrite import apply
 from tpplan.simulate.optimizers import take_step
@@ -90,7 +90,7 @@ def execute(
         shadow = shadow_of(model, mode)
     args, kwargs = fake_inputs(mode, call, keep_ids=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(no_fakes_kept())
+        stack.enter_context(nothing_kept(model))
         world = fake_world(compiled.tp, ep=compiled.ep)
         mesh = stack.enter_context(world) if compiled.tp * compiled.ep > 1 else None
         stack.enter_context(mode)

@@ -15,6 +15,7 @@ from tpplan.language import PlanError
 from tpplan.models import RUNNABLE, ModelError, made_runnable
 from tpplan.observe.calls import BATCH, LENGTH, Call, calls_for, in_float32
 from tpplan.observe.twins import same_randomness, without_hooks
+from tpplan.observe.untouched import as_before, by_itself
 
 _SPREAD = 0.1
 Hook = Callable[[nn.Module, Any, Any], Any]
@@ -46,7 +47,8 @@ class Bench:
                 raise _Reached
 
             handle = module.register_forward_pre_hook(before, with_kwargs=True)
-            with same_randomness(), torch.no_grad(), handle, contextlib.suppress(Exception):
+            around = as_before(self.model), contextlib.suppress(Exception)
+            with same_randomness(), torch.no_grad(), handle, around[0], around[1]:
                 torch.manual_seed(0)
                 for args, kwargs in self.calls:
                     given, named = fresh((args, kwargs))
@@ -120,6 +122,7 @@ def run_until(
             object.__setattr__(inner, "forward", _multiplying(inner))
         stack.callback(_restore, module, kept)
         stack.enter_context(contextlib.suppress(_Reached))
+        stack.enter_context(by_itself())
         args, kwargs = fresh(given)
         module(*args, **kwargs)
 

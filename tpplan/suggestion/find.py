@@ -16,6 +16,7 @@ from tpplan.cost.hardware import HardwareSource
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.language.styles import ROWS
 from tpplan.models import RUNNABLE, ModelError, made_runnable
+from tpplan.observe.untouched import as_before
 from tpplan.planner import compile_plan
 from tpplan.proof import Verification, VerificationError, verify
 from tpplan.styles import named
@@ -78,7 +79,8 @@ def find(
     if tp < 2:
         raise PlanError([Diagnostic(f"a plan is suggested for at least 2 ranks, not {tp}")])
     task = Task(tp, batch, seq, load_hardware(hardware or DEFAULT), inputs)
-    with one_thread(), torch.enable_grad():  # whatever the caller does with the model itself
+    # whatever the caller does with the model itself
+    with one_thread(), torch.enable_grad(), as_before(model):
         return _found(model, task, told)
 
 

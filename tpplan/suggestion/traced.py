@@ -12,11 +12,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from tpplan.compat import FakeTensorMode, NeedsValuesError
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.calls import Call, calls_for
 from tpplan.observe.shadow import computing_shadow_of, shadow_of
 from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.twins import same_randomness
+from tpplan.observe.untouched import nothing_kept
 from tpplan.planner.experts import hide, holds_stacks
 
 _SEEDS = range(4)
@@ -33,7 +33,7 @@ def trace_of(model: nn.Module, inputs: Any, again: bool = True) -> Trace:
         PlanError: where it cannot be run so, or does something else from call to call.
     """
     calls, stacked = calls_for(model, inputs), stacked_experts(model)
-    with same_randomness(), no_fakes_kept():
+    with same_randomness(), nothing_kept(model):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         try:
             return _stable(_hidden(shadow_of(model, mode), stacked), mode, calls, again)
