@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,3 +75,34 @@ def test_dropout_in_checkpointed_layers_is_proved(reentrant: bool, sp: bool) -> 
     model = Dropping(reentrant)
     model.layers = nn.ModuleList(Modular(i) for i in range(2))
     tpplan.check(model.train(), PLAN, 2, sp, inputs=example())
+
+
+def _one_of_four(y: torch.Tensor) -> torch.Tensor:
+    return y * F.gumbel_softmax(y.unflatten(-1, (-1, 4)), hard=True).view_as(y)
+
+
+NOISY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gumbel_softmax": lambda y: y * F.gumbel_softmax(y, 2.0, dim=1),
+    "hard gumbel_softmax": _one_of_four,
+    "rrelu": lambda y: F.rrelu(y, training=True),
+    "rrelu in place": lambda y: F.rrelu(y + 1, 0.1, 0.3, True, True),
+}
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+@pytest.mark.parametrize("name", NOISY)
+def test_functions_that_draw_inside_are_proved(name: str, sp: bool) -> None:
+    noisy = NOISY[name]
+
+    def between(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
+        return noisy(y) if module.training else y.relu()
+
+    model = Stack(lambda i: MLP(i, between)).train()
+    tpplan.check(model, PLAN, 2, sp, inputs=example())
+
+
+def test_a_rectifier_is_that_of_evaluation() -> None:
+    x = torch.randn(4, 5, dtype=torch.float64)
+    with exact():
+        torch.testing.assert_close(F.rrelu(x, 0.1, 0.3, True), F.leaky_relu(x, 0.2))
+        assert F.gumbel_softmax(x, hard=True).sum() == 4

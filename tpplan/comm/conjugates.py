@@ -124,7 +124,8 @@ class _CopyIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, transition: Transition) -> torch.Tensor:
         ctx.transition = transition
-        return x.view_as(x)
+        # no view, which a model's code could not change in place
+        return torch.ops.aten._unsafe_view(x, x.shape)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

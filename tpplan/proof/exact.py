@@ -66,6 +66,17 @@ def _tossed(x: torch.Tensor, p: Any = None, **_: Any) -> torch.Tensor:
     return (odds > 0.5).to(x.dtype)
 
 
+def _chosen(
+    logits: torch.Tensor, tau: float = 1.0, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> torch.Tensor:
+    """Gumbel softmax: noise that is one number drops out of it."""
+    soft = (logits / tau).softmax(dim)
+    if not hard:
+        return soft
+    first = torch.zeros_like(soft).scatter(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return first - soft.detach() + soft
+
+
 _DRAWS: Mapping[Any, Callable[..., Any]] = {
     torch.rand: _sized(torch.zeros),
     torch.randn: _sized(torch.zeros),
@@ -84,6 +95,7 @@ _DRAWS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.uniform_: _filled,
     torch.Tensor.normal_: _filled,
     torch.Tensor.exponential_: _filled,
+    F.gumbel_softmax: _chosen,
     torch.normal: lambda mean, *_, **__: mean + 0.5,
 }
 
@@ -97,6 +109,19 @@ def _kept(
     return input
 
 
+def _rectified(
+    input: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """By the mean of the slopes that are drawn, as in evaluation."""
+    if training:
+        note(input)
+    return F.rrelu(input, lower, upper, inplace=inplace)
+
+
 _IN_TRAINING: Mapping[Any, Callable[..., Any]] = {
     function: functools.partial(_kept, function)
     for function in (
@@ -108,7 +133,7 @@ _IN_TRAINING: Mapping[Any, Callable[..., Any]] = {
         torch.alpha_dropout_,
         *CHANNELS,
     )
-}
+} | {F.rrelu: _rectified}
 
 
 class _Exact(TorchFunctionMode):
