@@ -174,6 +174,36 @@ class Masked(nn.Module):
         return x
 
 
+class Sliced(Biased):
+    """Without a bias where none is given; of one it takes as many heads as it has, the first."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if bias is None:
+            bias = x.new_zeros(self.num_heads, x.size(1), x.size(1))
+        return super().forward(x, bias[..., : self.num_heads, :, :])
+
+
+class Unbiased(nn.Module):
+    """One layer of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer()])
+        self.layers[0].attn = Sliced()
+        self.double()
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        given = () if bias is None else (bias,)
+        return x + self.layers[0].attn(x, *given)  # type: ignore[operator, no-any-return]
+
+
+def later_job(mesh: DeviceMesh) -> Errors:
+    """No example gives the bias that the plan speaks of, a later call does."""
+    x, bias = given(HEADS)
+    return differ(pair(mesh, False, Unbiased(), PLAN, x), x, bias)
+
+
 def masks_job(mesh: DeviceMesh) -> Errors:
     """Masks for all heads, and one for each."""
     found = Findings()
@@ -197,3 +227,7 @@ def test_counts(ranks: Ranks) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_masks(ranks: Ranks, tp: int) -> None:
     assert not beyond(ranks.run(tp, masks_job), 1e-9)
+
+
+def test_no_example_gives_it(ranks: Ranks) -> None:
+    assert not beyond(ranks.run(2, later_job), 1e-9)

@@ -232,9 +232,14 @@ class Sizes:
         calls = [c for c in trace.calls if c.path == path]
         given = {a.name: a for c in calls for names in c.arguments.values() for a in names}
         where = rule.option_positions.get("head_inputs", rule.position)
-        takes = list(inspect.signature(self.model.get_submodule(path).forward).parameters)
+        signature = inspect.signature(self.model.get_submodule(path).forward).parameters.values()
+        takes = [p.name for p in signature]
+        positional = [p.name for p in signature if p.kind <= p.POSITIONAL_OR_KEYWORD]
+        for name in takes:  # it may be given in a call that no example is of
+            index = positional.index(name) if name in positional else None
+            given.setdefault(name, Argument(name, index))
         for name in asked:
-            if name not in given and name not in takes:
+            if name not in given:
                 known = f"it takes {', '.join(takes)}"
                 self.complaints.say(f"{fold([path])}: has no argument '{name}'", where, known)
         if not self.geometry.groups[path].heads:
