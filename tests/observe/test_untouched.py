@@ -18,7 +18,7 @@ import tpplan
 from tests.observe import habits
 from tests.ranks import Ranks
 from tpplan.language import PlanError
-from tpplan.observe.untouched import Kept, apart, as_before, by_itself, view
+from tpplan.observe.untouched import Snapshot, apart, as_before, by_itself, view
 
 EACH = pytest.mark.parametrize(
     "habit", range(len(habits.HABITS)), ids=[h.__name__ for h in habits.HABITS]
@@ -230,8 +230,8 @@ def test_hooks_and_threads() -> None:
 
 
 def test_torch_is_left_alone() -> None:
-    assert {held.package for held in Kept(model_with(0)).held} == {""}
-    assert not Kept(nn.Linear(2, 2)).held
+    assert {held.package for held in Snapshot(model_with(0)).held} == {""}
+    assert not Snapshot(nn.Linear(2, 2)).held
 
 
 def test_of_an_installed_package_only_tensors() -> None:

@@ -154,8 +154,7 @@ def first_rows(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """
     if not torch.compiler.is_compiling() and type(length) is int:
         return x.narrow(dim, 0, length)
-    first = x.movedim(dim, 0).clone(memory_format=torch.contiguous_format).narrow(0, 0, length)
-    return first.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+    return packed(packed(x.movedim(dim, 0)).narrow(0, 0, length).movedim(0, dim))
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tpplan.comm.collectives import all_to_all
+from tpplan.comm.collectives import all_to_all, packed
 from tpplan.comm.conjugates import Transition
 from tpplan.compat import differentiates_backward
 
@@ -61,8 +61,7 @@ def _exchanged(
     made = []
     for part, t in zip(parts, tensors, strict=True):
         # a copy even of a single row, which is contiguous wherever it lies
-        own = part.clone(memory_format=torch.contiguous_format) if len(flat) > 1 else part
-        own = own.contiguous().view(t.dtype)
+        own = (packed(part) if len(flat) > 1 else part.contiguous()).view(t.dtype)
         # not views for autograd: modules may change them in place
         shape = [own.shape[0], *t.shape[1:]]
         made.append(torch.ops.aten._unsafe_view(own, shape))

@@ -32,7 +32,7 @@ _LARGE, _MOST = 10_000, 100_000
 _NONE = object()
 _Entries = list[tuple[Any, Any]]
 
-_now: ContextVar[Kept | None] = ContextVar("_now", default=None)
+_now: ContextVar[Snapshot | None] = ContextVar("_now", default=None)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _Held:
             _fill(self.thing, self.before)
 
 
-class Kept:
+class Snapshot:
     """What was kept outside of a model's modules at one time.
 
     Attributes:
@@ -116,7 +116,7 @@ class Kept:
 class View:
     """A context in which what is kept is that of one run, which may be entered again to go on."""
 
-    def __init__(self, kept: Kept | None) -> None:
+    def __init__(self, kept: Snapshot | None) -> None:
         self.kept = kept
         self.own: list[tuple[Any, Any]] = []
 
@@ -148,7 +148,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
     around = _now.get()
     kinds = {type(module) for module in model.modules()}
     known = around is not None and kinds <= around.kinds
-    kept = around if around is not None and known else Kept(model)
+    kept = around if around is not None and known else Snapshot(model)
     token = _now.set(kept)
     try:
         yield

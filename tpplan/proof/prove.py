@@ -197,10 +197,10 @@ def _everyones(
     twins: Sequence[tuple[nn.Module, View]], scene: Scene, seed: int, compiled: CompiledPlan
 ) -> list[Result]:
     """What a step gives on each rank of ep; nothing where that is not finite."""
-    found = []
+    found, parts = [], parts_of(compiled)
     for place, (twin, own) in enumerate(twins):
         with exact(), own:
-            found.append(step(twin, scene.on(place), seed, parts=parts_of(compiled)))
+            found.append(step(twin, scene.on(place), seed, parts=parts))
     if not all(bool(t.isfinite().all()) for result in found for t in result.outputs.values()):
         return []
     means = mean_over_ep([result.gradients for result in found], compiled)
@@ -233,13 +233,14 @@ def _on_rank(
     expected: Sequence[Sequence[Result]],
 ) -> Finding | None:
     model = on_rank(small, compiled)
+    parts = parts_of(compiled)
     place, rank = places_of(mesh, compiled)
     with exact():
         apply(model, compiled, mesh, src_data_rank=None, outside=False)
         for seed, (scene, everyones) in enumerate(zip(scenes, expected, strict=True)):
             due = everyones[place]
             try:
-                got = step(model, scene.on(place), seed, due, parts_of(compiled))
+                got = step(model, scene.on(place), seed, due, parts)
             except Exception as error:
                 refused = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
                 if scene.optional and refused:  # it will not be silent

@@ -126,9 +126,9 @@ def _kept(model: nn.Module, parts: Set[str]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         for name, value in attributes_of(module):
-            if f"{path}.{name}".lstrip(".") not in parts:
-                where = f"the attribute {path}.{name}".rstrip(".")
-                found.update(_tensors(value, where))
+            where = f"{path}.{name}".lstrip(".")
+            if where not in parts:
+                found.update(_tensors(value, f"the attribute {where}"))
     return {name: t for name, t in found.items() if t.grad_fn is not None}
 
 
