@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,3 +248,37 @@ def test_of_an_installed_package_only_tensors() -> None:
     with as_before(llama.LlamaModel(config)):
         ropes["table"] = (torch.ones(2),)
     assert ropes == before
+
+
+class Noting(nn.Module):
+    """A gated MLP that keeps what it has seen in objects of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.latest: deque[torch.Tensor] = deque(maxlen=2)
+        self.notes = SimpleNamespace(seen=[], last=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.silu(self.a(x)) * self.b(x)
+        self.latest.append(out.detach())
+        self.notes.seen.append(out.detach())
+        self.notes.last = out.detach()
+        result: torch.Tensor = self.c(out)
+        return result
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_objects_of_a_gated_module(device: str) -> None:
+    with torch.device(device):
+        model = nn.Sequential(Noting(), Noting())
+    inputs = torch.randn(2, 8, 16)
+    rules = {"*.a": "colwise", "*.b": "colwise", "*.c": "rowwise"}
+    plan = {"tpplan": 1, "sequence_parallel": False, "rules": rules}
+    for _ in range(2):
+        compiled = tpplan.check(model, plan, 2, inputs=inputs)
+        for path in ("0", "1"):
+            choice = compiled.modules[path].kernel
+            assert choice is not None and choice.form is not None
+    for mlp in model:
+        assert not mlp.latest and not mlp.notes.seen and mlp.notes.last is None

@@ -209,10 +209,28 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
     "a layer by a count": (lambda: Telling("count"), (False,)),
 }
 
+class Warming(Stack):
+    """Counts its calls, which scale what it gives, also those that come to nothing."""
+
+    def __init__(self, make: Callable[[int], nn.Module]) -> None:
+        super().__init__(make)
+        self.register_buffer("calls", torch.zeros(()))
+        self.times = 0
+
+    def forward(self, x: torch.Tensor, positions: Any = None, mask: Any = None) -> Any:
+        self.calls += 1
+        self.times += 1
+        if positions is not None:
+            raise ValueError("not yet")
+        x = super().forward(x) * self.calls.clamp(max=20) / (1 + self.times)
+        return x if mask is None else x * mask
+
+
 RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
     "columns": (stack(None), (False, True)),
     "a dropout of its own": (stack(dropped), (False, True)),
     "positions without sequence parallelism": (lambda: Stack(Placed), (False,)),
     "the length without sequence parallelism": (lambda: Stack(Scaled), (False,)),
+    "calls that are counted": (lambda: Warming(MLP), (False, True)),
     "seven alike": (lambda: Stack(MLP, 7), (False, True)),
 }

@@ -116,7 +116,7 @@ def _gated(seen: Seen) -> Findings:
             continue
         key = identity(module, path), tuple(first), tuple(last)
         if key not in known:
-            known[key] = _gated_form(module, first, last[0])
+            known[key] = _gated_form(seen.model, module, first, last[0])
         form = known[key]
         if form is not None:
             found[path] = ("swiglu" if form.activation == "silu" else "geglu", form, None)
@@ -132,7 +132,9 @@ def _takes_one(module: nn.Module) -> bool:
     return len(needed) == 1 and needed[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
-def _gated_form(module: nn.Module, first: Sequence[str], last: str) -> GatedForm | None:
+def _gated_form(
+    model: nn.Module, module: nn.Module, first: Sequence[str], last: str
+) -> GatedForm | None:
     """How ``module`` is a gated MLP of these projections, in evaluation and in training."""
     width = _WIDTH if len(first) == 2 else 2 * _WIDTH
     answers = [_random(width, n) for n in range(len(first))]
@@ -143,7 +145,7 @@ def _gated_form(module: nn.Module, first: Sequence[str], last: str) -> GatedForm
     else:
         one, other = answers[0].chunk(2, -1)
         orders = [(first[0], None, True), (first[0], None, False)]
-    reached = [_reaching(module, first, last, training) for training in (False, True)]
+    reached = [_reaching(model, module, first, last, mode) for mode in (False, True)]
     halves = ((one, other), (other, one))
     for (gate, up, gate_first), (gates, ups) in zip(orders, halves, strict=True):
         for name, activation in ACTIVATIONS.items():
@@ -154,22 +156,19 @@ def _gated_form(module: nn.Module, first: Sequence[str], last: str) -> GatedForm
 
 
 def _reaching(
-    module: nn.Module, first: Sequence[str], last: str, training: bool
+    model: nn.Module, module: nn.Module, first: Sequence[str], last: str, training: bool
 ) -> torch.Tensor | None:
     """What reaches the last projection, whose answer is the module's; None where it is not."""
     width = _WIDTH if len(first) == 2 else 2 * _WIDTH
     stand_ins = {name: _StandIn(width, n) for n, name in enumerate(first)}
     end = stand_ins[last] = _StandIn(_WIDTH, len(first))
-    twin = copy.copy(module)
-    for name, value in vars(module).items():
-        if isinstance(value, list | dict | set):  # what its code writes is the copy's
-            object.__setattr__(twin, name, copy.copy(value))
-    twin._buffers = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
+    # what its code writes, at any depth, is the copy's; what is elsewhere in the model stays there
+    memo: dict[int, Any] = {id(other): other for other in model.modules()}
+    for inner in module.modules():
+        del memo[id(inner)]
+    memo.update((id(module.get_submodule(name)), stand) for name, stand in stand_ins.items())
     try:
-        twin._modules = {
-            name: stand_ins.get(name) or copy.deepcopy(child)
-            for name, child in module._modules.items()
-        }
+        twin = copy.deepcopy(module, memo)
         for child in twin.children():
             child.float()
         result = twin.train(training)(_random(_WIDTH, -1))

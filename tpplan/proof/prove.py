@@ -8,7 +8,6 @@ and every buffer must be the same, in float64.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections.abc import Sequence
@@ -22,34 +21,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.compat import one_thread, quiet, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.calls import Call, calls_for, routed, shortened
+from tpplan.observe.calls import calls_for, shortened
 from tpplan.observe.twins import same_randomness
-from tpplan.observe.untouched import View, by_itself, nothing_kept, view
+from tpplan.observe.untouched import by_itself, nothing_kept
 from tpplan.planner.closures import led_by_closures
 from tpplan.planner.match import fold
 from tpplan.planner.stops import place_of, stopped_at
-from tpplan.proof.calls import (
-    drawn_where_alike,
-    length_of,
-    loud,
-    other_lengths,
-    random_ids,
-    resized,
-    with_options,
-)
+from tpplan.proof.calls import length_of
 from tpplan.proof.drawn import Misdrawn, misdrawn
-from tpplan.proof.exact import exact, widened
+from tpplan.proof.exact import exact
 from tpplan.proof.locate import Divergence, Seen, compare, rule_near, watched
 from tpplan.proof.miniature import miniature, on_rank, unsharded
-from tpplan.proof.ranks import mean_over_ep, places_of, simulated
+from tpplan.proof.ranks import places_of, simulated
+from tpplan.proof.scenes import played
 from tpplan.proof.step import Result, Scene, parts_of, step, worst
 from tpplan.proof.stopped import Stopped, inlined
 from tpplan.rewrite import apply
 from tpplan.rewrite.world import broadcast
-from tpplan.styles import named
 from tpplan.styles.replicate import REPLICATE
-
-_LOUD = 30.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +120,7 @@ def _staged(
     for each, (skip, thin) in itertools.product(sizes, smaller):
         try:
             small, plan = miniature(model, compiled, skip, thin)
-            scenes, expected = _played(model, small, compiled, each, inputs is None)
+            scenes, expected = played(model, small, compiled, each, inputs is None)
         except Exception as error:
             failure = failure or error
             continue
@@ -140,89 +129,6 @@ def _staged(
     hint = "give inputs= with which the model's forward can be called"
     position = compiled.plan.rules[0].position
     raise PlanError([Diagnostic(message, position, hint)]) from failure
-
-
-def _played(
-    model: nn.Module, small: nn.Module, compiled: CompiledPlan, given: Sequence[Call], draw: bool
-) -> tuple[list[Scene], list[list[Result]]]:
-    """The steps that the unsharded model can take, and what they give on each rank of ep.
-
-    The first one it must take. ``draw``: whether to draw ids, since none were the user's.
-    """
-    generator = torch.Generator().manual_seed(1)
-    calls = [random_ids(small, call, generator) for call in given] if draw else [*given]
-    calls = [widened(drawn_where_alike(call, generator)) for call in calls]
-    dim = compiled.plan.sequence_dim
-    twins = [(unsharded(small), view()) for _ in range(compiled.ep)]
-    scenes: list[Scene] = []
-    results: list[list[Result]] = []
-
-    def play(scene: Scene) -> bool:
-        found = _everyones(twins, scene, len(scenes), compiled)
-        if found:
-            scenes.append(scene)
-            results.append(found)
-        return bool(found and found[0].outputs)
-
-    def plays(scene: Scene) -> bool:
-        try:
-            play(scene)
-        except Exception:  # what the model refuses, no user runs
-            return False
-        return True
-
-    for call in calls:
-        if not play(Scene("in evaluation", call)):
-            raise ValueError("it gives no numbers that could be compared")
-        length = length_of(call, dim)
-        longer, fixed = call, not model.training
-        for other in other_lengths(length, compiled.tp) if length else ():
-            longer = resized(call, dim, length, other)
-            if plays(Scene(f"in training, at length {other}", longer, True, optional=fixed)):
-                break
-        else:
-            longer = call
-            plays(Scene("in training", call, True, optional=fixed))
-        fuller = with_options(model.forward, call, lambda tried: _accepts(twins[0][0], tried))
-        if fuller is not call:
-            names = ", ".join(name for name in fuller[1] if name not in call[1])
-            plays(Scene(f"given {names}", fuller, optional=True))
-        for asking in routed(model, call) if shares_experts(compiled) else ():
-            plays(Scene("with routing", asking, True, optional=fixed))
-        plays(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
-    return scenes, results
-
-
-def _everyones(
-    twins: Sequence[tuple[nn.Module, View]], scene: Scene, seed: int, compiled: CompiledPlan
-) -> list[Result]:
-    """What a step gives on each rank of ep; nothing where that is not finite."""
-    found, parts = [], parts_of(compiled)
-    for place, (twin, own) in enumerate(twins):
-        with exact(), own:
-            found.append(step(twin, scene.on(place), seed, parts=parts))
-    if not all(bool(t.isfinite().all()) for result in found for t in result.outputs.values()):
-        return []
-    means = mean_over_ep([result.gradients for result in found], compiled)
-    for result in found:
-        result.gradients.update(means)
-    return found
-
-
-def shares_experts(compiled: CompiledPlan) -> bool:
-    """Whether the model has experts of which each rank has a part."""
-    return any(named(plan.style).stacked for plan in compiled.modules.values())
-
-
-def _accepts(model: nn.Module, call: Call) -> bool:
-    """Whether the unsharded model takes a call."""
-    args, kwargs = copy.deepcopy(call)
-    try:
-        with exact(), torch.no_grad(), by_itself(packages=True):
-            model(*args, **kwargs)
-    except Exception:
-        return False
-    return True
 
 
 def _on_rank(
@@ -281,11 +187,11 @@ def _departed(
     small: nn.Module, compiled: CompiledPlan, scenes: Sequence[Scene], finding: Finding
 ) -> PlanError:
     """What differs, and where it starts: found by running once more with every module watched."""
-    played = scenes[: scenes.index(finding.scene) + 1]
+    steps = scenes[: scenes.index(finding.scene) + 1]
 
     def seen(model: nn.Module, place: int) -> list[Seen]:
         def run(model: nn.Module) -> None:
-            for seed, scene in enumerate(played):
+            for seed, scene in enumerate(steps):
                 step(model, scene.on(place), seed, None)
 
         return watched(model, compiled, run)

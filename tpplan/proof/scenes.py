@@ -1,0 +1,136 @@
+"""The steps that a proof takes: what the unsharded model can do, and what it gives."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from tpplan.compiled import CompiledPlan
+from tpplan.observe.calls import Call, routed
+from tpplan.observe.untouched import View, by_itself, view
+from tpplan.proof.calls import (
+    drawn_where_alike,
+    length_of,
+    loud,
+    other_lengths,
+    random_ids,
+    resized,
+    with_options,
+)
+from tpplan.proof.exact import exact, widened
+from tpplan.proof.miniature import unsharded
+from tpplan.proof.ranks import mean_over_ep
+from tpplan.proof.step import Result, Scene, parts_of, step
+from tpplan.styles import named
+
+_LOUD = 30.0
+
+
+class Played:
+    """The unsharded model, one step after the other.
+
+    Attributes:
+        scenes: the steps that it could take; results: what they gave on each rank of ep.
+    """
+
+    def __init__(self, small: nn.Module, compiled: CompiledPlan) -> None:
+        self.small, self.compiled = small, compiled
+        self.scenes: list[Scene] = []
+        self.results: list[list[Result]] = []
+        self._twins = self._fresh()
+
+    def play(self, scene: Scene) -> bool:
+        """Take the step; whether it gave finite numbers, which others are compared with."""
+        found = self._everyones(self._twins, scene, len(self.scenes))
+        if found:
+            self.scenes.append(scene)
+            self.results.append(found)
+        return bool(found)
+
+    def may_play(self, scene: Scene) -> bool:
+        """Take the step unless the model refuses it: then no user does."""
+        try:
+            played = self.play(scene)
+        except Exception:
+            played = False
+        if not played:  # the ranks will not, and code may count its calls
+            self._twins = self._fresh()
+        return played
+
+    def _fresh(self) -> list[tuple[nn.Module, View]]:
+        """The model of each rank of ep and what it keeps, after these steps."""
+        made = [(unsharded(self.small), view()) for _ in range(self.compiled.ep)]
+        for seed, scene in enumerate(self.scenes):
+            self._everyones(made, scene, seed)
+        return made
+
+    def _everyones(
+        self, twins: Sequence[tuple[nn.Module, View]], scene: Scene, seed: int
+    ) -> list[Result]:
+        """What a step gives on each rank of ep; nothing where that is not finite."""
+        found, parts = [], parts_of(self.compiled)
+        for place, (twin, own) in enumerate(twins):
+            with exact(), own:
+                found.append(step(twin, scene.on(place), seed, parts=parts))
+        if not all(bool(t.isfinite().all()) for result in found for t in result.outputs.values()):
+            return []
+        means = mean_over_ep([result.gradients for result in found], self.compiled)
+        for result in found:
+            result.gradients.update(means)
+        return found
+
+
+def played(
+    model: nn.Module, small: nn.Module, compiled: CompiledPlan, given: Sequence[Call], draw: bool
+) -> tuple[list[Scene], list[list[Result]]]:
+    """The steps that the unsharded model can take, and what they give on each rank of ep.
+
+    The first one it must take. ``draw``: whether to draw ids, since none were the user's.
+    """
+    generator = torch.Generator().manual_seed(1)
+    calls = [random_ids(small, call, generator) for call in given] if draw else [*given]
+    calls = [widened(drawn_where_alike(call, generator)) for call in calls]
+    dim = compiled.plan.sequence_dim
+    whole = Played(small, compiled)
+    for call in calls:
+        if not whole.play(Scene("in evaluation", call)) or not whole.results[-1][0].outputs:
+            raise ValueError("it gives no numbers that could be compared")
+        length = length_of(call, dim)
+        longer, fixed = call, not model.training
+        for other in other_lengths(length, compiled.tp) if length else ():
+            longer = resized(call, dim, length, other)
+            scene = Scene(f"in training, at length {other}", longer, True, optional=fixed)
+            if whole.may_play(scene):
+                break
+        else:
+            longer = call
+            whole.may_play(Scene("in training", call, True, optional=fixed))
+        asked = unsharded(small)
+        fuller = with_options(model.forward, call, functools.partial(_accepts, asked))
+        if fuller is not call:
+            names = ", ".join(name for name in fuller[1] if name not in call[1])
+            whole.may_play(Scene(f"given {names}", fuller, optional=True))
+        for asking in routed(model, call) if shares_experts(compiled) else ():
+            whole.may_play(Scene("with routing", asking, True, optional=fixed))
+        whole.may_play(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
+    return whole.scenes, whole.results
+
+
+def shares_experts(compiled: CompiledPlan) -> bool:
+    """Whether the model has experts of which each rank has a part."""
+    return any(named(plan.style).stacked for plan in compiled.modules.values())
+
+
+def _accepts(model: nn.Module, call: Call) -> bool:
+    """Whether the unsharded model takes a call."""
+    args, kwargs = copy.deepcopy(call)
+    try:
+        with exact(), torch.no_grad(), by_itself(packages=True):
+            model(*args, **kwargs)
+    except Exception:
+        return False
+    return True
