@@ -455,3 +455,26 @@ def test_heads_of_what_no_call_came_to() -> None:
         for name in ("self_attn", "encoder_attn"):
             own = plan.modules[f"model.decoder.layers.{layer}.{name}"].attributes
             assert own == {"num_heads": (16, 4), "embed_dim": (1024, 256)}
+
+
+class Scaled(nn.Module):
+    """Scales the columns by what is computed of all positions together, which is no head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, 64), nn.Linear(WIDTH, 64)
+        self.down = nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.gate(x.mean(1))[:, None].sigmoid()
+        out: torch.Tensor = self.down(scale * self.up(x))
+        return out
+
+
+def test_a_dimension_added_is_no_head() -> None:
+    rules = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
+    plan = {"tpplan": 1, "sequence_parallel": False, "rules": rules}
+    compiled = tpplan.check(Scaled(), plan, 4, inputs=INPUT)
+    assert compiled.parameters["gate.weight"].placement == Shard(0)
+    with pytest.raises(tpplan.PlanError, match="does not divide its 1 heads"):
+        tpplan.check(Scaled(), {**plan, "rules": {".": "attention", **rules}}, 4, inputs=INPUT)

@@ -209,6 +209,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
     "a layer by a count": (lambda: Telling("count"), (False,)),
 }
 
+
 class Warming(Stack):
     """Counts its calls, which scale what it gives, also those that come to nothing."""
 

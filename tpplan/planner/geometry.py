@@ -59,7 +59,8 @@ class Geometry:
     ) -> None:
         self.model, self.rules, self.adapted = model, rules, adapted
         self.views = seen
-        self.seen = {path: [self._view(path, dims) for dims in seen[path]] for path in seen}
+        found = {path: [self._view(path, dims) for dims in seen[path]] for path in seen}
+        self.seen = {path: self._of_heads(path, found) for path in found}
         self.transposed, self.wrong = transposed, wrong
         self.groups: dict[str, Heads] = {}
         for path, rule in rules.items():
@@ -94,6 +95,20 @@ class Geometry:
         if len(dims) == 2 and repeat == "heads":  # the parts of each head, side by side
             return dims[0], dims[-1] // len(parts)
         return dims[0], dims[-1]
+
+    def _of_heads(
+        self, path: str, seen: Mapping[str, Sequence[tuple[int, int]]]
+    ) -> list[tuple[int, int]]:
+        """The views of a layer as heads: one alone is some where others have several as wide.
+
+        Else code has only added a dimension, to multiply all positions by the same columns.
+        """
+        group = self.group_of(path)
+        if group in self.rules and named(self.rules[group].style).heads:
+            return list(seen[path])
+        mates = [view for other in seen if self.group_of(other) == group for view in seen[other]]
+        widths = {width for count, width in mates if count > 1}
+        return [(count, width) for count, width in seen[path] if count > 1 or width in widths]
 
     def group_of(self, path: str) -> str:
         """The module whose layers share one geometry: the ``attention`` one, or the parent."""
