@@ -29,22 +29,16 @@ def acts_on_each(op: Op, trace: Trace, streams: Set[int], rows: Sequence[int], d
         for n in (*ours, *op.outputs)
     )
     small = sum(math.prod(shape) for shape in shapes.values()) <= _LARGE
-    if op.run is None or not (aligned and small and tensors <= trace.floating):
+    if op.run is None or not (aligned and small) or tensors & trace.complex:
         return False
     try:
-        return _alone(op, {n: shapes[n] for n in op.inputs}, ours, rows, dim)
+        return _alone(op, trace, ours, rows, dim)
     except Exception:  # what cannot be run on random numbers is not known
         return False
 
 
-def _alone(
-    op: Op,
-    shapes: Mapping[int, tuple[int, ...]],
-    ours: Sequence[int],
-    rows: Sequence[int],
-    dim: int,
-) -> bool:
-    tokens = math.prod(rows)
+def _alone(op: Op, trace: Trace, ours: Sequence[int], rows: Sequence[int], dim: int) -> bool:
+    tokens, shapes = math.prod(rows), trace.shapes
     generator = torch.Generator().manual_seed(0)
 
     def by_token(x: torch.Tensor) -> torch.Tensor:
@@ -55,12 +49,14 @@ def _alone(
         func, values = op.run
         args, kwargs = tree_map_only(Numbered, lambda n: given[n.number].clone(), values)
         made = (x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, torch.Tensor))
-        return torch.cat([by_token(x) for x in made], 1)
+        return torch.cat([by_token(x).double() for x in made], 1)
 
-    def drawn(shape: Sequence[int]) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    def drawn(number: int) -> torch.Tensor:
+        if number not in trace.floating:  # which of several: of two there are in most cases
+            return torch.randint(0, 2, shapes[number], generator=generator)
+        return torch.randn(shapes[number], generator=generator, dtype=torch.float64)
 
-    given = {n: drawn(shape) for n, shape in shapes.items()}
+    given = {n: drawn(n) for n in op.inputs}
     order = torch.arange(tokens).view(tuple(rows)).flip(dim).flatten()
     whole = run(given)
     turned = {n: by_token(given[n])[order].view(shapes[n]) for n in ours}
@@ -68,8 +64,8 @@ def _alone(
         return False
     for token in (0, tokens // 2, tokens - 1):
         changed = {n: by_token(given[n]).clone() for n in ours}
-        for x in changed.values():
-            x[token] += drawn(x[token].shape)
+        for n, x in changed.items():
+            x[token] = by_token(drawn(n))[token]
         found = run({**given, **{n: x.view(shapes[n]) for n, x in changed.items()}})
         others = torch.arange(tokens) != token
         if not torch.allclose(found[others], whole[others], equal_nan=True):
