@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,6 +132,12 @@ def calls_for(
     )
 
 
+def drawn_ids(model: nn.Module, calls: Sequence[Call], inputs: Any) -> Sequence[Call]:
+    """``calls``, with random ids where the user gave none: routers tell these apart."""
+    generator = torch.Generator().manual_seed(0)
+    return [random_ids(model, c, generator) for c in calls] if inputs is None else calls
+
+
 def call_for(model: nn.Module, inputs: Any, batch: int = BATCH, length: int = LENGTH) -> Call:
     """The first of them, for what is measured of one call."""
     return calls_for(model, inputs, batch, length)[0]
@@ -194,3 +200,21 @@ def shortened(call: Call) -> Call:
         return t
 
     return tree_map_only(torch.Tensor, cut, call)  # type: ignore[no-any-return]
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many ids a model knows, as its config or else its first table says; None: no table."""
+    tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+    return getattr(getattr(model, "config", None), "vocab_size", None) or next(tables, None)
+
+
+def random_ids(model: nn.Module, call: Call, generator: torch.Generator) -> Call:
+    """``call`` with random numbers, and ids that the model knows, for its zeros."""
+    vocab = vocabulary_of(model) or 2
+
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        if x.is_floating_point():
+            return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        return torch.randint(min(2, vocab - 1), vocab, x.shape, generator=generator)
+
+    return tree_map_only(torch.Tensor, drawn, call)  # type: ignore[no-any-return]

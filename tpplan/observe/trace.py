@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tpplan.compat import FakeTensorMode, Site, draws, quiet, running, unfused, written_by
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.calls import in_float32
+from tpplan.observe.mates import with_mates
 from tpplan.observe.untouched import by_itself
 from tpplan.places import Argument, Place, tensors_in
 
@@ -200,6 +201,8 @@ def record(
 ) -> Trace:
     """Run ``shadow`` on fake tensors, in the mode (train or eval) it is in, call after call.
 
+    On numbers, of what its code chooses from all is run; see ``with_mates``.
+
     Whatever the model's forward raises on these inputs is raised.
 
     Raises:
@@ -211,6 +214,7 @@ def record(
         recorder.trace.parameters.setdefault(recorder.number(parameter), name)
     for name, buffer in shadow.named_buffers():
         recorder.trace.buffers[recorder.number(buffer)] = name
+    calls = with_mates(shadow, calls) if recorder.trace.computed else calls
     with contextlib.ExitStack() as hooks:
         for path, module in shadow.named_modules():
             before, after = _hooks(recorder, path, module)

@@ -12,7 +12,7 @@ from tpplan.compat import FakeTensorMode, NeedsValuesError, one_thread
 from tpplan.compiled import CompiledPlan, Element, Spread
 from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.calls import Call, calls_for, routed
+from tpplan.observe.calls import Call, calls_for, drawn_ids, routed
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.gated import gated_norms
 from tpplan.observe.probe import probe_modules
@@ -139,7 +139,7 @@ class _Compiler(Outcome):
             first = routed(self.model, calls[0]) or calls[:1]
             calls = (*first, *calls[1:])
         about = self.model, self.plan, inputs
-        self.trace, drawing = self.known.once(about, "traces", lambda: self.traces(calls))
+        self.trace, drawing = self.known.once(about, "traces", lambda: self.traces(calls, inputs))
         self.orient()
         drawn = self.find_regions(drawing)
         self.sizes.lay_out(self.trace)
@@ -246,7 +246,7 @@ class _Compiler(Outcome):
             for path, found in self.boundaries.items()
         }
 
-    def traces(self, calls: Sequence[Call]) -> tuple[Trace, Trace]:
+    def traces(self, calls: Sequence[Call], inputs: Any) -> tuple[Trace, Trace]:
         """The model's traces in evaluation and in training."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with no_fakes_kept():
@@ -259,7 +259,8 @@ class _Compiler(Outcome):
                 if computing is None:
                     raise self.cannot_run(error) from error
                 hide(computing, self.of("stacked"))
-                return self.trace_both(computing, Numbers(), calls)
+                drawn = drawn_ids(self.model, calls, inputs)
+                return self.trace_both(computing, Numbers(), drawn)
 
     def orient(self) -> None:
         """Of what the trace shows, what is the same on any number of ranks."""
@@ -277,7 +278,7 @@ class _Compiler(Outcome):
     def check_sizes(self, inputs: Any) -> None:
         """What tp does not fit either, where something else is wrong already."""
         try:
-            self.trace, _ = self.traces(calls_for(self.model, inputs))
+            self.trace, _ = self.traces(calls_for(self.model, inputs), inputs)
             self.orient()
             self.sizes.lay_out(self.trace)
         except PlanError as error:

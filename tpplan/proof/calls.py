@@ -7,28 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.observe.calls import Call
-
-
-def vocabulary_of(model: nn.Module) -> int | None:
-    """How many ids a model knows, as its config or else its first table says; None: no table."""
-    tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
-    return getattr(getattr(model, "config", None), "vocab_size", None) or next(tables, None)
-
-
-def random_ids(model: nn.Module, call: Call, generator: torch.Generator) -> Call:
-    """``call`` with random numbers, and ids that the model knows, for its zeros."""
-    vocab = vocabulary_of(model) or 2
-
-    def drawn(x: torch.Tensor) -> torch.Tensor:
-        if x.is_floating_point():
-            return torch.randn(x.shape, generator=generator, dtype=x.dtype)
-        return torch.randint(min(2, vocab - 1), vocab, x.shape, generator=generator)
-
-    return tree_map_only(torch.Tensor, drawn, call)  # type: ignore[no-any-return]
+from tpplan.observe.calls import vocabulary_of as vocabulary_of
 
 
 def length_of(call: Call, dim: int) -> int:

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from tpplan.compiled import CompiledPlan
-from tpplan.observe.calls import Call, routed
+from tpplan.observe.calls import Call, random_ids, routed
 from tpplan.observe.untouched import View, by_itself, view
 from tpplan.proof.calls import (
     drawn_where_alike,
     length_of,
     loud,
     other_lengths,
-    random_ids,
     resized,
     with_options,
 )

@@ -20,11 +20,10 @@ from torch import nn
 
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
-from tpplan.observe.calls import Call, calls_for, in_float32, routed
+from tpplan.observe.calls import Call, calls_for, in_float32, random_ids, routed
 from tpplan.observe.shadow import not_copied
 from tpplan.observe.untouched import as_before
 from tpplan.planner import compile_plan
-from tpplan.proof.calls import random_ids
 from tpplan.proof.exact import exact, widened
 from tpplan.proof.floor import floor_of
 from tpplan.proof.locate import Divergence, first_divergence, rule_near

@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from tpplan.compat import FakeTensorMode, NeedsValuesError
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.calls import Call, calls_for
+from tpplan.observe.calls import Call, calls_for, drawn_ids
 from tpplan.observe.shadow import computing_shadow_of, shadow_of
 from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.twins import same_randomness
@@ -41,7 +41,9 @@ def trace_of(model: nn.Module, inputs: Any, again: bool = True) -> Trace:
             computing = computing_shadow_of(model)
             if computing is None:
                 raise _cannot_run(error) from error
-            return _stable(_hidden(computing, stacked), Numbers(), calls, again)
+            return _stable(
+                _hidden(computing, stacked), Numbers(), drawn_ids(model, calls, inputs), again
+            )
 
 
 def stacked_experts(model: nn.Module) -> set[str]:

@@ -1,0 +1,143 @@
+"""Experts in a list, of which tokens are routed to some: all of them are planned."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import tpplan
+from tests.compare import compare_gradients, error
+from tests.ranks import Ranks
+from tpplan.observe.mates import with_mates
+
+WIDTH, EXPERTS = 16, 8
+RULES = {
+    "a": "replicate",
+    "b.*.n": "sequence_parallel",
+    "b.*.m": {"style": "attention", "reduce": "here"},
+    "b.*.m.r": "replicate",
+    "b.*.m.e.*.[xy]": "colwise",
+    "b.*.m.e.*.z": "rowwise",
+    "c": "replicate",
+}
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32)
+        self.z = nn.Linear(32, WIDTH, bias=False)
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.z(F.silu(self.x(t)) * self.y(t))
+        return out
+
+
+class Mixture(nn.Module):
+    """Each token goes to two experts; those without tokens are not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.r = nn.Linear(WIDTH, EXPERTS)
+        self.e = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.loss: torch.Tensor | None = None
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        tokens = t.reshape(-1, WIDTH)
+        shares = self.r(tokens).softmax(-1)
+        weights, chosen = shares.topk(2, -1)
+        self.loss = (shares.mean(0) * F.one_hot(chosen, EXPERTS).float().mean((0, 1))).sum()
+        out = torch.zeros_like(tokens)
+        for number in chosen.unique().tolist():
+            rows, which = torch.where(chosen == number)
+            given = self.e[number](tokens[rows]) * weights[rows, which, None]
+            out = out.index_add(0, rows, given)
+        return out.view_as(t)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.m = nn.LayerNorm(WIDTH), Mixture()
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = t + self.m(self.n(t))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.ModuleList(Block() for _ in range(layers))
+        self.c = nn.Linear(WIDTH, 4)
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        t = self.a(t)
+        for block in self.b:
+            t = block(t)
+        out: torch.Tensor = self.c(t)
+        return out
+
+
+def plan(sp: bool) -> dict[str, Any]:
+    return {"tpplan": 1, "sequence_parallel": sp, "layers": "b.*", "rules": RULES}
+
+
+def test_each_is_called_in_the_place_of_another() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"few": nn.ModuleList(Expert() for _ in range(5)), "other": Expert()})
+    few = model["few"]
+    few.append(nn.Linear(WIDTH, WIDTH))  # which is like none of them
+    before, met = list(few), list[nn.Module]()
+    for number in with_mates(model, [1, 1]):
+        for module in (few[0], few[3]):
+            module.register_forward_hook(lambda m, *_: met.append(m))
+            module(torch.zeros(2, WIDTH))
+        assert number == 1
+    assert {before.index(m) for m in met} == set(range(5))
+    assert list(few) == before
+    assert not any(m._forward_pre_hooks for m in few)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_one_token_is_enough_to_plan_all(tp: int, sp: bool) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        compiled = tpplan.check(Model(), plan(sp), tp, inputs=torch.randn(1, 4, WIDTH))
+        assert not any(p.unreached for p in compiled.modules.values())
+        assert sum(len(p.boundaries) for p in compiled.modules.values()) == 2
+
+
+def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    out: torch.Tensor = model(batch)
+    kept = sum(module.loss for module in model.modules() if isinstance(module, Mixture))
+    (out.square().sum() + 3 * kept).backward()
+    return out.detach()
+
+
+def job(mesh: DeviceMesh, sp: bool) -> dict[str, float]:
+    torch.manual_seed(mesh.size())
+    whole, batches = Model().double(), [torch.randn(2, n, WIDTH).double() for n in (8, 5, 3)]
+    model = tpplan.parallelize(copy.deepcopy(whole), plan(sp), mesh=mesh, inputs=batches[0])
+    found = {}
+    for number, batch in enumerate(batches):
+        found[f"output {number}"] = error(step(whole, batch), step(model, batch))
+        errors = compare_gradients(whole, model).items()
+        found.update({f"{name} {number}": each for name, each in errors})
+    return found
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_right_on_ranks(ranks: Ranks, tp: int, sp: bool) -> None:
+    for found in ranks.run(tp, job, sp):
+        assert max(found.values()) <= 1e-12, found
