@@ -80,7 +80,7 @@ class _Builder:
             self._add_region(layout, around[layout.around] == 1)
         for call, parts in zip(self.calls, found, strict=True):
             self._add_stream(call, parts)
-        inside = tuple(call.path for call in self.calls if call.path)
+        inside = tuple(dict.fromkeys(call.path for call in self.calls if call.path))
         for path, kind in self.units.kinds.items():
             if path in self.taken:
                 continue

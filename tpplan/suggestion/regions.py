@@ -97,7 +97,10 @@ class ElementParts:
 
 
 def element_calls(trace: Trace, units: Units) -> list[Call]:
-    """The first call of each element: the outermost numbered modules around products."""
+    """The first call of each element: the outermost numbered modules around products.
+
+    And further ones, that come to modules inside of it to which none of those before has.
+    """
     called = {call.path: call for call in reversed(trace.calls)}
     found: dict[str, Call] = {}
     for path, kind in units.kinds.items():
@@ -106,7 +109,19 @@ def element_calls(trace: Trace, units: Units) -> list[Call]:
         call = next((called[p] for p in _around(path) if p in called), None)
         if call is not None and call.path not in units.kinds and streamed(trace, call) is not None:
             found.setdefault(call.path, call)
-    return list(found.values())
+    reached: dict[int, set[str]] = {c.index: set() for c in trace.calls if c.path in found}
+    for call in trace.calls:
+        for around in trace.ancestors(call.parent):
+            if around.index in reached:
+                reached[around.index].add(call.path)
+    made: dict[str, list[Call]] = {path: [] for path in found}
+    known: dict[str, set[str]] = {path: set() for path in found}
+    for index, paths in reached.items():
+        call = trace.calls[index]
+        if not made[call.path] or not paths <= known[call.path]:
+            made[call.path].append(call)
+            known[call.path] |= paths
+    return [call for calls in made.values() for call in calls]
 
 
 def _around(path: str) -> list[str]:

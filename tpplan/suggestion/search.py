@@ -19,6 +19,7 @@ from tpplan.planner import compile_plan
 from tpplan.planner.known import Known
 from tpplan.proof import prove
 from tpplan.styles import named
+from tpplan.styles.attention import ATTENTION
 from tpplan.suggestion.anatomy import Anatomy
 from tpplan.suggestion.draft import WHOLE, Decision, Slot
 from tpplan.suggestion.layouts import ON_ROWS
@@ -27,6 +28,8 @@ from tpplan.suggestion.text import plan_from, written
 
 _ROUNDS = 60
 _AGAIN = 2
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_REDUCED = Decision(ATTENTION.name, {"reduce": "here"})
 Say = Callable[[str], None]
 
 
@@ -54,6 +57,7 @@ class Search:
     def __post_init__(self) -> None:
         self.names = Names(self.model)
         self.joined: list[str] = []
+        self.summing: list[str] = []
         self.proved: set[tuple[str, bool]] = set()
         self.known = {*self.names.modules.values(), *self.names.tensors}
         self.held = {name: p.numel() for name, p in self.model.named_parameters()}
@@ -74,6 +78,7 @@ class Search:
                 self._settle_beside(slot)
         self._settle(False)
         self._go_back(False)
+        self._sum_up()
         before = [slot.at for slot in self.anatomy.slots]
         for keys in self._stacks():
             self.keys = keys
@@ -89,6 +94,21 @@ class Search:
                 self._join()
                 return
         self.keys = {}
+
+    def _sum_up(self) -> None:
+        """Reduce what modules make of the members of a list, as of experts, once and there."""
+        lists = {p for p, m in self.model.named_modules() if isinstance(m, _LISTS)}
+        members: dict[str, set[str]] = {}
+        for path, decision in self.decisions().items():
+            steps = path.split(".") if named(decision.style).sums else []
+            for n in range(1, len(steps)):
+                if (held := ".".join(steps[:n])) in lists:
+                    members.setdefault(held, set()).add(steps[n])
+        owners = dict.fromkeys(p.rpartition(".")[0] for p, few in members.items() if len(few) > 1)
+        inside = tuple(f"{path}." for path in self.anatomy.elements)
+        self.summing = [owner for owner in owners if owner.startswith(inside)]
+        if self.summing and not self.holds(self.decisions(), False):
+            self.summing = []
 
     def _join(self) -> None:
         """Give modules outside of the layers whose own code uses parameters one rule, on rows.
@@ -135,6 +155,7 @@ class Search:
         around = tuple(f"{path}." for s in slots if s.left_whole for path in s.decisions())
         inside = {p for s in slots if not s.region for p in s.paths if p.startswith(around)}
         found = {path: decision for path, decision in found.items() if path not in inside}
+        found.update(dict.fromkeys(self.summing, _REDUCED))
         for owner in self.joined:
             found = {p: d for p, d in found.items() if not p.startswith(f"{owner}.")}
             found[owner] = ON_ROWS
