@@ -224,13 +224,29 @@ def transformed(life: Life) -> None:
         return next(iter(named(out).values())).sum()
 
     for transform in (lambda: torch.func.grad(call)(parameters), lambda: vjp(call, parameters)):
-        said = ""
-        try:
-            transform()
-        except RuntimeError as e:
-            said = str(e)
-        life.found.add("says why", same("torch.func's transforms" in said))
+        life.found.add("says why", same("torch.func's transforms" in _said(transform)))
+    out, trained = call(parameters), list(parameters.values())
+    seeds = torch.eye(2, dtype=out.dtype)[0]
+
+    def back(seed: torch.Tensor, **how: bool) -> Any:
+        return torch.autograd.grad(out, trained, seed, True, allow_unused=True, **how)
+
+    # of a forward outside of any transform; code of the model's own may be what cannot
+    for batched in (
+        lambda: back(seeds, is_grads_batched=True),
+        lambda: torch.func.vmap(back)(seeds),
+    ):
+        life.found.add("not silent", same(bool(_said(batched))))
     life.step("afterwards")
+
+
+def _said(run: Callable[[], Any]) -> str:
+    """The error that ``run`` raises."""
+    try:
+        run()
+    except RuntimeError as e:
+        return str(e)
+    return ""
 
 
 # --- compiled

@@ -89,6 +89,17 @@ class Running(MLP):
         return x + self.out(y / self.mean)
 
 
+class Filtered(MLP):
+    """Multiplies spectra."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH))
+
+
 class Labelled(Stack):
     def forward(self, x: torch.Tensor, goal: torch.Tensor | None = None) -> Any:
         penalty: Any = 0.0

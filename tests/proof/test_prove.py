@@ -49,6 +49,11 @@ def test_what_ranks_can_do_is_accepted(make: Any, sp: bool) -> None:
     tpplan.check(make(), PLAN, 2, sp, inputs=example())
 
 
+def test_complex_parameters() -> None:
+    plan = {"tpplan": 1, "rules": {**PLAN["rules"], "layers.*.filter": "replicate"}}  # type: ignore[dict-item]
+    tpplan.check(odd.Stack(odd.Filtered), plan, 2, False, inputs=example())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_code_that_looks_at_numbers_of_any_precision(dtype: torch.dtype) -> None:
     model = odd.Checked(odd.MLP).to(dtype)

@@ -89,6 +89,21 @@ def test_layers(ranks: Ranks, sequence_parallel: bool, backend: str) -> None:
     assert beyond(ranks.run(2, layers, sequence_parallel, backend)) == {}
 
 
+def close(mesh: DeviceMesh, lengths: tuple[int, ...]) -> Errors:
+    """Each layer compiled in place: of the next length a rank may have as many rows."""
+    reference, model = sharded(mesh, sequence_parallel=True)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    return over_lengths(reference, model, model, lengths)
+
+
+@pytest.mark.turns(8)
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("lengths", [(15, 16, 14), (16, 15, 17)])
+def test_lengths_of_as_many_rows(ranks: Ranks, lengths: tuple[int, ...], tp: int) -> None:
+    assert beyond(ranks.run(tp, close, lengths)) == {}
+
+
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -25,11 +25,18 @@ from tpplan.compat import (
     dispatch_modes,
     fused_all_gather_matmul,
     fused_matmul_reduce_scatter,
+    is_wrapped,
 )
 from tpplan.kernels.transition import is_view, pack, unpack
 
 _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
+
+UNTRANSFORMED = (
+    "torch.func's transforms (grad, vjp, vmap, jvp) do not go through the collectives of a sharded "
+    "model; use torch.autograd.grad, with create_graph=True for gradients of gradients, and one "
+    "call for each sample"
+)
 
 
 @dataclass(frozen=True)
@@ -120,9 +127,20 @@ def _started(site: Site, op: Any, *args: Any) -> torch.Tensor:
     """What the collective ``op`` writes, issued from ``site``."""
     if torch.compiler.is_compiling():
         return op(*args)  # type: ignore[no-any-return]
+    untransformed(args[0], site.module)
     _tell(site)
     with below_autograd():
         return op(*args)  # type: ignore[no-any-return]
+
+
+def untransformed(x: torch.Tensor | None, module: str) -> None:
+    """Refuse what torch makes collectives of one by one, and stacks before they have arrived.
+
+    Raises:
+        RuntimeError: where ``x`` is what one of torch.func's transforms computes with.
+    """
+    if x is not None and is_wrapped(x):
+        raise RuntimeError(f"{module or 'the model'}: {UNTRANSFORMED}")
 
 
 def _tell(site: Site) -> None:

@@ -182,12 +182,10 @@ class _ScatterOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         whole = shift = None
+        if ctx.needs_input_grad[0]:  # else only the bias is trained
+            whole = gathered(grad, ctx.dim, ctx.length, ctx.transition)
         if ctx.needs_input_grad[3]:
             shift = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
-        if not ctx.needs_input_grad[0]:
-            pass  # a layer of which only the bias is trained
-        else:
-            whole = gathered(grad, ctx.dim, ctx.length, ctx.transition)
         return whole, None, None, shift
 
 

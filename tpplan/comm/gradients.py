@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tpplan import compat
-from tpplan.comm.collectives import Group, Site, all_reduce
+from tpplan.comm.collectives import Group, Site, all_reduce, untransformed
 from tpplan.comm.conjugates import Transition, reduce_out
 from tpplan.comm.deferred import ACCOUNT, Account
 from tpplan.comm.placements import is_whole, ranges_of
@@ -107,6 +107,8 @@ class _Localize(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if ctx.account is not None:
             grads = ctx.account.settle(grads)
+        if not torch.compiler.is_compiling():
+            untransformed(next((g for g in grads if g is not None), None), ctx.site.module)
         if ctx.divided:
             grads = _alike(grads, ctx)
         if compat.differentiates_backward():

@@ -230,6 +230,7 @@ class Stream:
             x = x.redistribute(placements=[Shard(self.dim)])
         rows = chunk(x.size(self.dim), self.group.size)
         if torch.compiler.is_compiling():
+            compat.bind_to_sizes(x)
             return traced.rows_of(x, self.dim, rows)
         if isinstance(x, Sharded):
             return rows_of(x, rows)

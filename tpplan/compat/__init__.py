@@ -32,6 +32,7 @@ from tpplan.compat.modes import fakes_are_made as fakes_are_made
 from tpplan.compat.modes import is_fake as is_fake
 from tpplan.compat.modes import is_traced as is_traced
 from tpplan.compat.modes import is_transformed as is_transformed
+from tpplan.compat.modes import is_wrapped as is_wrapped
 from tpplan.compat.modes import quiet as quiet
 from tpplan.compat.modes import rehearsed_in as rehearsed_in
 from tpplan.compat.modes import tracer as tracer
@@ -53,6 +54,7 @@ from tpplan.compat.sites import Running as Running
 from tpplan.compat.sites import Site as Site
 from tpplan.compat.sites import running as running
 from tpplan.compat.sizes import always as always
+from tpplan.compat.sizes import bind_to_sizes as bind_to_sizes
 from tpplan.compat.sizes import larger as larger
 from tpplan.compat.sizes import smaller as smaller
 from tpplan.compat.symmetric import fused_all_gather_matmul as fused_all_gather_matmul

@@ -79,6 +79,15 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_wrapped(x: torch.Tensor) -> bool:
+    """Whether ``x`` stands for others in one of torch.func's transforms, or in a batch of them.
+
+    A backward may be batched (``is_grads_batched``) where its forward was not.
+    """
+    known = torch._C._functorch
+    return known.is_functorch_wrapped_tensor(x) or known.is_legacy_batchedtensor(x)
+
+
 def is_traced() -> bool:
     """Whether torch.compile traces now; what ops write in place, it makes functions of."""
     return torch._guards.TracingContext.try_get() is not None

@@ -6,6 +6,8 @@ length to length (whether tp divides it, which rank has the last rows) would cos
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -29,3 +31,29 @@ def larger(a: int, b: int) -> int:
     if type(a) is int and type(b) is int:
         return max(a, b)
     return torch.sym_max(a, b)  # type: ignore[no-any-return]
+
+
+def bind_to_sizes(x: torch.Tensor) -> None:
+    """Have the graph that torch.compile makes serve no other sizes of ``x`` than it was made for.
+
+    Of a DTensor torch compares what is on this rank only: of a length that tp does not divide, and
+    of the next one, most ranks have as many rows. Sizes that are symbols it compares by itself.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_compare_sizes)
+
+
+def _compare_sizes(context: Any) -> None:
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import TensorProperty, TensorPropertySource
+
+    x = context.get_local("x")
+    source = x._i_will_not_complain_if_bc_breaks_VariableTracker().source
+    if source is None:  # made in the graph
+        return
+    for dim, size in enumerate(x.as_fake().shape):
+        if type(size) is int:
+            own = TensorPropertySource(source, TensorProperty.SIZE, dim)
+            install_guard(own.make_guard(GuardBuilder.EQUALS_MATCH))

@@ -135,7 +135,8 @@ def _kept(model: nn.Module, parts: Set[str]) -> dict[str, torch.Tensor]:
 def _sums(model: nn.Module) -> dict[str, tuple[float, float]]:
     """Numbers that are others where what a rank holds of a parameter was written to."""
     held = ((n, local_of(p) if isinstance(p, DTensor) else p) for n, p in model.named_parameters())
-    return {n: (float(p.detach().sum()), float(p.detach().abs().sum())) for n, p in held}
+    numbers = ((n, torch.view_as_real(p) if p.is_complex() else p) for n, p in held)
+    return {n: (float(p.detach().sum()), float(p.detach().abs().sum())) for n, p in numbers}
 
 
 def _scale_tables(model: nn.Module, factor: float) -> None:

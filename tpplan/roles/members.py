@@ -11,6 +11,7 @@ from torch import nn
 
 from tpplan import compat
 from tpplan.comm import Site
+from tpplan.comm.collectives import UNTRANSFORMED
 from tpplan.roles.kept import Keeping, put_right
 from tpplan.roles.lowered import Lowered
 from tpplan.roles.parameters import Own, make
@@ -78,11 +79,7 @@ def called(module: Lowered) -> Iterator[None]:
     """
     state = module._tpplan
     if compat.is_transformed():
-        raise RuntimeError(
-            f"{state.plan.path or 'the model'}: torch.func's transforms (grad, vjp, vmap, jvp) do "
-            "not go through the collectives of a sharded model; use torch.autograd.grad, with "
-            "create_graph=True for gradients of gradients, and one call for each sample"
-        )
+        raise RuntimeError(f"{state.plan.path or 'the model'}: {UNTRANSFORMED}")
     if not state.apart and compat.backward_is_split():
         state.apart = True
         for _, own in members_of(module):
