@@ -116,6 +116,25 @@ def test_one_token_is_enough_to_plan_all(tp: int, sp: bool) -> None:
         assert sum(len(p.boundaries) for p in compiled.modules.values()) == 2
 
 
+def test_without_a_rule_for_the_mixture() -> None:
+    rules = {pattern: rule for pattern, rule in RULES.items() if pattern != "b.*.m"}
+    inputs = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(0))
+    assert tpplan.check(Model(), {**plan(False), "rules": rules}, 2, inputs=inputs)
+    with pytest.raises(tpplan.PlanError) as told:
+        tpplan.check(Model(), {**plan(True), "rules": rules}, 2, inputs=inputs)
+    hints = [d.hint or "" for d in told.value.diagnostics]
+    assert any("{style: attention, reduce: here}" in hint for hint in hints)
+
+
+def test_suggested() -> None:
+    torch.manual_seed(0)
+    found = tpplan.suggest(Model(), tp=2, inputs=torch.randn(2, 8, WIDTH))
+    rules = {rule.pattern.text: (rule.style, dict(rule.options)) for rule in found.rules}
+    assert rules["b.*.m"] == ("attention", {"reduce": "here"})
+    assert rules["b.*.m.e.*.z"] == ("rowwise", {})
+    assert tpplan.check(Model(), found, 2, True, inputs=torch.randn(2, 8, WIDTH))
+
+
 def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     model.zero_grad()
     out: torch.Tensor = model(batch)

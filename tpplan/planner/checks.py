@@ -15,6 +15,7 @@ from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
 from tpplan.planner.match import fold, folded, nearly
 from tpplan.styles import Style, for_parameters, named
+from tpplan.styles.attention import ATTENTION
 from tpplan.styles.colwise import COLWISE
 from tpplan.styles.replicate import REPLICATE
 from tpplan.styles.rowwise import ROWWISE
@@ -323,18 +324,33 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
     rows, whole = SEQUENCE_PARALLEL.name, f"{{style: {REPLICATE.name}, input: gather}}"
     hint = f"give the module the style {rows} if it does, or {whole} to run it on all positions"
     own = {path: along.pop(path) for path in flow.inlined if path in along}
+    rules = complaints.matches.modules
+    sums = [path for path, rule in rules.items() if named(rule.style).sums]
+    around = {path for path in along if any(p.startswith(f"{path}.") for p in sums)} - own.keys()
+    summing = {path: along.pop(path) for path in sorted(around)}
+    here = f"{{style: {ATTENTION.name}, reduce: here}}, to run on all positions and be reduced once"
+    complaints.by_rule(summing, f"give the module {here}; or {off}")
     move = "put this code in a module of the layer, and give that the style "
     complaints.by_rule(own, f"{move}{whole} to run it on all positions; or {off}")
     complaints.by_rule(along, f"{hint}; or {off}")
     _check_torn_stream(flow, off, complaints)
-    for paths, message in (
-        (flow.escaping, "gives out more of the sequence-sharded stream than the stream itself"),
+    for paths, message, hint in (
+        (
+            flow.escaping,
+            "gives out more of the sequence-sharded stream than the stream itself",
+            off,
+        ),
         (
             [path for path, _ in sorted(flow.whole & flow.streamed)],
             "is given the sequence-sharded stream in one call and a whole tensor in another",
+            off,
         ),
-        (flow.flattened, "row-parallel output that does not have the stream's shape"),
+        (
+            flow.flattened,
+            "row-parallel output that does not have the stream's shape",
+            f"give the module around it that is given the stream {here}; or {off}",
+        ),
     ):
         if paths:
             rule = complaints.matches.modules.get(paths[0])
-            complaints.about(rule, paths, f"{message}, which this version does not support", off)
+            complaints.about(rule, paths, f"{message}, which this version does not support", hint)
