@@ -176,6 +176,9 @@ class MisfitError(ValueError):
     """Parts that cannot be shared out among that many ranks."""
 
 
+NOTHING = "its weight holds no numbers, so that there is nothing to share out"
+
+
 def rows_of(parts: Sequence[Part], repeat: int, tp: int, dim: int = 0, fixed: bool = False) -> Rows:
     """The rows of each rank, where ``repeat`` blocks of ``parts`` are stored one after the other.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -305,6 +306,18 @@ def test_wrong_attributes(attributes: str, message: str, tmp_path: Path) -> None
     text = refused(attention("blocks"), packed("[q, k, v]", attn), tmp_path)
     assert text.count(f"layers.*.attn: {message}") == 1
     assert "my.yaml:5:" in text
+
+
+def test_an_optional_rule_with_an_attribute_of_another_kind_of_module(tmp_path: Path) -> None:
+    model = attention("blocks")
+    more = NUMBERS.replace("kv_heads}", "kv_heads, state: 1}")
+    text = refused(model, packed("[q, k, v]", more), tmp_path)
+    assert "has no integer attribute 'state'" in text
+    plan = tpplan.load_plan(tmp_path / "my.yaml")
+    plan = replace(plan, rules=tuple(replace(rule, optional=True) for rule in plan.rules))
+    found = compile_plan(model, plan, 2, False, inputs=INPUT)
+    stated = compiled(model, packed("[q, k, v]", NUMBERS), tmp_path)
+    assert found.modules["layers.0.attn"].attributes == stated.modules["layers.0.attn"].attributes
 
 
 @pytest.mark.parametrize("attributes", ["", ", attributes: {n_head: heads}"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tpplan.language import Diagnostic, Expression, ExpressionError, Position, Rule
-from tpplan.layout import MisfitError, Part, Rows, rows_of
+from tpplan.layout import NOTHING, MisfitError, Part, Rows, rows_of
 from tpplan.planner.attributes import attribute, integers, named_in_code
 from tpplan.planner.match import fold
 from tpplan.planner.parts import with_parts
@@ -240,6 +240,8 @@ class Geometry:
         """
         parts, repeat, fixed = self.parts_of(path)
         total = self.outputs(path)
+        if not total:
+            raise MisfitError(NOTHING)
         if sum(part.size for part in parts) * repeat != total:
             return None  # said by parts_of
         known = self.groups[self.group_of(path)]
@@ -303,7 +305,8 @@ class Geometry:
             for name, text in expressions.items():
                 present = attribute(self.model.get_submodule(path), name)
                 if not isinstance(present, int):
-                    missing.setdefault((where, name), path)
+                    if not rule.optional:  # else no module may be of the kind that has it
+                        missing.setdefault((where, name), path)
                     continue
                 had.add((where, name))
                 try:

@@ -24,6 +24,7 @@ from tpplan.observe.calls import Call, calls_for, in_float32, random_ids, routed
 from tpplan.observe.shadow import not_copied
 from tpplan.observe.untouched import as_before
 from tpplan.planner import compile_plan
+from tpplan.planner.match import match
 from tpplan.proof.exact import exact, widened
 from tpplan.proof.floor import floor_of
 from tpplan.proof.locate import Divergence, first_divergence, rule_near
@@ -172,7 +173,8 @@ def verify(
         message = "verify computes: it needs a model with real weights, not one on the meta device"
         raise PlanError([Diagnostic(message)])
     # what a model of transformers keeps of its routers is lost where a process is sent the model
-    mixture = not processes and any(named(rule.style).stacked for rule in plan.rules)
+    rules, _ = match(plan, made)
+    mixture = not processes and any(named(r.style).stacked for r in rules.modules.values())
     modes = [False, True] if sequence_parallel is None else [sequence_parallel]
     if sequence_parallel is None and (not plan.sequence_parallel or (tp == 1 and ep > 1)):
         modes = [False]

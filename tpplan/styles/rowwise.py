@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tpplan.compiled import ModulePlan
 from tpplan.language import Rule
 from tpplan.language.styles import WHOLE
-from tpplan.layout import MisfitError, Rows
+from tpplan.layout import NOTHING, MisfitError, Rows
 from tpplan.roles import linear
 from tpplan.roles.linear import (
     RowwiseInside,
@@ -93,6 +93,9 @@ class Rowwise(Style):
         tp = sizes.tp
         dim = 0 if path in sizes.transposed else 1
         width, packed = int(weight.shape[dim]), rule.options.get("packed")
+        if not width:
+            misfits.setdefault("", {})[path] = f"{rule.style}: {NOTHING}"
+            return
         if width % tp:
             said = f"{rule.style}: tp {tp} does not divide its {width} inputs"
             misfits.setdefault(divisors(width), {})[path] = said
