@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tpplan
 from tests.compare import compare_gradients, error
 from tests.ranks import Ranks
+from tpplan.observe import shadow
 from tpplan.observe.mates import with_mates
 
 WIDTH, EXPERTS = 16, 8
@@ -160,3 +161,22 @@ def job(mesh: DeviceMesh, sp: bool) -> dict[str, float]:
 def test_right_on_ranks(ranks: Ranks, tp: int, sp: bool) -> None:
     for found in ranks.run(tp, job, sp):
         assert max(found.values()) <= 1e-12, found
+
+
+def test_large_models_share_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow, "_HELD", 2000)
+    with torch.device("meta"):
+        model = Model()
+    computing = shadow.computing_shadow_of(model)
+    assert computing is not None
+    held = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in computing.parameters()
+    }
+    assert sum(p.numel() for p in computing.parameters()) > 10_000
+    assert sum(held.values()) < 4 * 10_000
+    inputs = torch.randn(1, 8, WIDTH, device="cpu")
+    compiled = tpplan.check(model, plan(True), 2, inputs=inputs)
+    assert not any(p.unreached for p in compiled.modules.values())
+    monkeypatch.setattr(shadow, "_COMPUTED", 2000)
+    with pytest.raises(tpplan.PlanError, match="cannot be run on example inputs"):
+        tpplan.check(model, plan(True), 2, inputs=inputs)

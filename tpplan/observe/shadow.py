@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from typing import Any
 
 import torch
@@ -12,7 +14,9 @@ from tpplan.compat import FakeTensorMode
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.twins import held_by, twin_of, without_hooks
 
-_COMPUTED = 2**28
+# numbers that are held, and that are multiplied by
+_HELD, _COMPUTED = 2**28, 2**36
+_APART = 4099
 
 
 def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -42,10 +46,24 @@ def not_copied(model: nn.Module, error: Exception) -> PlanError:
 
 
 def computing_shadow_of(model: nn.Module) -> nn.Module | None:
-    """A shadow with random numbers in float32; None of a model too large to compute with."""
-    if sum(p.numel() for p in model.parameters()) > _COMPUTED:
+    """A shadow with random numbers in float32; None of a model too large to compute with.
+
+    The parameters of a large one have theirs in common, of which it holds as many as the largest.
+    """
+    sizes = [p.numel() for p in model.parameters()]
+    if sum(sizes) > _COMPUTED or max(sizes, default=0) > _HELD:
         return None
-    return twin_of(model, torch.float32)
+    if sum(sizes) <= _HELD:
+        return twin_of(model, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.rand(max(sizes) + _APART, generator=generator) - 0.5
+    places = itertools.count()
+
+    def numbers(shape: tuple[int, ...]) -> torch.Tensor:
+        start = 61 * next(places) % _APART
+        return pool[start : start + math.prod(shape)].view(shape)
+
+    return twin_of(model, torch.float32, numbers=numbers)
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:

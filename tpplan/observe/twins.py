@@ -19,6 +19,7 @@ from tpplan.observe.untouched import by_itself
 
 DROPOUT = nn.modules.dropout._DropoutNd
 Shapes = Callable[[nn.Parameter], tuple[int, ...]]
+Drawn = Callable[[tuple[int, ...]], torch.Tensor]
 
 
 def dropouts(model: nn.Module) -> dict[str, Any]:
@@ -46,19 +47,24 @@ def twin_of(
     module: nn.Module,
     dtype: torch.dtype = torch.float64,
     shape_of: Shapes = lambda parameter: tuple(parameter.shape),
+    numbers: Drawn | None = None,
 ) -> nn.Module:
     """A copy of ``module`` on the CPU, with random parameters, its own buffers, and no hooks.
 
     What it drops out in training is nothing. Args:
-        shape_of: the shape a parameter has in the copy.
+        shape_of: the shape a parameter has in the copy; numbers: gives what is in it.
     """
     generator = torch.Generator().manual_seed(0)
+    if numbers is None:
+
+        def numbers(shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.rand(shape, generator=generator, dtype=dtype) + 0.5
+
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         shape = shape_of(parameter)
         if parameter.is_floating_point():
-            numbers = torch.rand(shape, generator=generator, dtype=dtype) + 0.5
-            memo[id(parameter)] = nn.Parameter(numbers)
+            memo[id(parameter)] = nn.Parameter(numbers(shape))
         else:
             whole = torch.zeros(shape, dtype=parameter.dtype)
             memo[id(parameter)] = nn.Parameter(whole, requires_grad=False)
