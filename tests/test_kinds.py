@@ -67,6 +67,7 @@ KINDS: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"num_dense_layers": 2, "layer_types": "conv"},
         {"num_dense_layers": 0, **_FULL},
     ],
+    "lfm3": [{"layer_types": "conv"}, _FULL],
     "llama4_text": [{"moe_layers": []}, {"moe_layers": [0, 1]}],
     "mellum": [_DENSE, _SPARSE],
     "mimo_v2_flash": [_DENSE, _SPARSE],
@@ -91,6 +92,8 @@ KINDS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     ],
     "qwen4_exp_text": [_LINEAR, {"layer_types": "indexed_attention"}],
     "recurrent_gemma": [{"block_types": ["recurrent"]}, {"block_types": ["attention"]}],
+    "zamba": [{"layers_block_type": "linear_attention"}, {"layers_block_type": "hybrid"}],
+    "zamba2": [{"layers_block_type": "linear_attention"}, {"layers_block_type": "hybrid"}],
 }
 # as in tests/test_zoo.py: weights that leave room for sums in other orders; gradients that cancel
 SEEDS = {"bailing_hybrid": 3}
