@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tpplan.comm.meshes import ep_of, tp_of
 from tpplan.comm.pace import Pace
-from tpplan.compat import FakeTensorMode, answers, fake_world, quiet, uncached
+from tpplan.compat import FakeTensorMode, NeedsValuesError, answers, fake_world, quiet, uncached
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.calls import Call
@@ -31,7 +31,7 @@ from tpplan.rewrite import apply
 from tpplan.simulate.optimizers import take_step
 from tpplan.simulate.steps import Step
 from tpplan.simulate.tracker import Tracker
-from tpplan.simulate.values import RealValues
+from tpplan.simulate.values import CHOOSING, RealValues
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,26 @@ def execute(
     Raises:
         PlanError: where the rewritten model cannot be run.
     """
+    about = model, compiled, call, training, stacks, pace, like
+    try:
+        return _executed(*about)
+    except PlanError as error:
+        if not isinstance(error.__cause__, NeedsValuesError):
+            raise
+    return _executed(*about, spread=True)
+
+
+def _executed(
+    model: nn.Module,
+    compiled: CompiledPlan,
+    call: Call,
+    training: Training,
+    stacks: tuple[str, ...],
+    pace: Pace | None,
+    like: Execution | None,
+    spread: bool = False,
+) -> Execution:
+    """See ``execute`` and, for ``spread``, ``RealValues``."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with answers.Answering():
         shadow = shadow_of(model, mode)
@@ -102,9 +122,9 @@ def execute(
                 kwargs = {"use_cache": False, **kwargs}
         lists = {path: shadow.get_submodule(path) for path in stacks}
         dimensions = {} if mesh is None else _dimensions(mesh, compiled)
-        tracker = Tracker(shadow, lists, dimensions)
+        tracker = Tracker(shadow, lists, dimensions, CHOOSING if spread else ())
         stack.enter_context(quiet())
-        stack.enter_context(RealValues())
+        stack.enter_context(RealValues(spread))
         stack.enter_context(tracker)
         stack.enter_context(uncached(mode))  # the tracker asks for the like once
         try:

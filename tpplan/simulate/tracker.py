@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,9 +86,16 @@ class Tracker(Uncompiled, Recorder):
         model: nn.Module,
         stacks: Mapping[str, nn.Module],
         dimensions: Mapping[str, str] | None = None,
+        each: Collection[Any] = (),
     ) -> None:
-        """``stacks``: lists of modules by path, whose elements the steps are told apart by."""
+        """Nothing has run so far.
+
+        Args:
+            stacks: lists of modules by path, whose elements the steps are told apart by.
+            each: ops that are run each time, and are not what their like was.
+        """
         super().__init__(dimensions)
+        self._each = each
         self._aside, self._stack = _Aside(), contextlib.ExitStack()
         self._open = _Open("forward", "", None)
         self._closed: list[tuple[_Open, Collective | None]] = []
@@ -172,7 +179,7 @@ class Tracker(Uncompiled, Recorder):
         self._enter_step()
         kwargs = kwargs or {}
         question = answers.asked(func, args, kwargs)
-        if question is None:
+        if question is None or (self._each and func.overloadpacket in self._each):
             return self._run(func, types, args, kwargs)[0]
         answer = answers.remembered(question)
         if answer is not None:

@@ -6,6 +6,7 @@ gets. On fake tensors that code either fails or takes a way that no real run tak
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch.distributed.tensor import DTensor
 from tpplan.compat import FakeTensor, NeedsValuesError, Uncompiled, without_fakes
 from tpplan.simulate.recorder import tensors_in
 
+CHOOSING = {torch.ops.aten.topk: 2, torch.ops.aten.sort: 1, torch.ops.aten.argmax: 1}
+"""Ops that say which entries are the largest -> the place of their dimension."""
+_INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 _LARGEST = 2**20
 """Elements; what is larger (a mask for each pair of tokens) stays fake."""
 
@@ -23,14 +27,25 @@ class RealValues(Uncompiled):
 
     To be entered after the fake mode. Tensors that are made of nothing count as real where they
     are not floating: positions, masks.
+
+    Args:
+        spread: whether code goes by what is chosen by numbers that are not there, as experts by
+            their scores: then each is chosen as often as any other.
     """
+
+    def __init__(self, spread: bool = False) -> None:
+        super().__init__()
+        self.spread = spread
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
         if any(isinstance(t, FakeTensor) for t in args):  # most ops
-            return func(*args, **kwargs)
+            if not self.spread:
+                return func(*args, **kwargs)
+            args = _by_place(func, args)
+            return _spread(func, args, kwargs, func(*args, **kwargs))
         given = tensors_in((args, kwargs))
         random = torch.Tag.nondeterministic_seeded in func.tags
         if func.namespace != "aten" or random or any(isinstance(t, FakeTensor) for t in given):
@@ -48,3 +63,38 @@ class RealValues(Uncompiled):
                 return out
         with without_fakes():
             return func(*args, **kwargs)
+
+
+def _by_place(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments whose masks with real values are the places where they hold: so many rows."""
+    if func.overloadpacket not in _INDEXING:
+        return args
+    indices: list[Any] = []
+    with without_fakes():
+        for index in args[1]:
+            masked = isinstance(index, torch.Tensor) and index.dtype == torch.bool
+            if masked and not isinstance(index, FakeTensor):
+                indices += index.nonzero().unbind(1)
+            else:
+                indices.append(index)
+    return (args[0], indices, *args[2:])
+
+
+def _spread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    """What an op gave, with every entry chosen as often where it chooses the largest ones."""
+    dim_at = CHOOSING.get(func.overloadpacket)
+    if dim_at is None:
+        return out
+    several = isinstance(out, tuple)
+    indices = out[1] if several else out
+    dim = args[dim_at] if len(args) > dim_at else kwargs.get("dim", -1)
+    if dim is None or indices.numel() > _LARGEST or not args[0].dim():
+        return out
+    entries = args[0].size(dim)
+    kept = args[0].dim() == indices.dim()
+    with without_fakes():
+        shape = list(indices.movedim(dim, -1).shape) if kept else [*indices.shape, 1]
+        chosen = torch.arange(math.prod(shape)).remainder(entries).view(shape)
+        chosen = chosen.movedim(-1, dim) if kept else chosen.squeeze(-1)
+        chosen = chosen.contiguous()
+    return (out[0], chosen) if several else chosen
