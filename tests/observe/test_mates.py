@@ -35,7 +35,7 @@ def test_each_is_called_in_the_place_of_another() -> None:
 
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_one_token_is_enough_to_plan_all(tp: int, sp: bool) -> None:
+def test_few_tokens_are_enough_to_plan_all(tp: int, sp: bool) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         compiled = tpplan.check(Model(), plan(sp), tp, inputs=torch.randn(1, 4, WIDTH))

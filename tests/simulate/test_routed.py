@@ -9,6 +9,8 @@ from torch import nn
 import tpplan
 from tests.rewrite import MODES
 from tests.routed import EXPERTS, INNER, WIDTH, Model, plan
+from tpplan.compat import FakeTensor, FakeTensorMode, NeedsValuesError
+from tpplan.simulate.values import RealValues
 
 
 @MODES
@@ -26,6 +28,29 @@ def test_counts_and_flops(sp: bool, device: str) -> None:
     weights = WIDTH * WIDTH + 2 * WIDTH * (EXPERTS + 2 * 3 * INNER // 2) + 4 * WIDTH
     assert report.time is not None  # no gradient of the inputs is wanted
     assert report.time.flops == 16 * (6 * weights - 2 * WIDTH * WIDTH)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_each_is_chosen_as_often(dim: int) -> None:
+    mode = FakeTensorMode()
+    with mode, RealValues(spread=True):
+        scores = torch.randn(6, 6)
+        found = [
+            scores.topk(2, dim).indices,
+            scores.argsort(dim),
+            scores.sort(dim=dim, stable=True).indices,
+            scores.argmax(dim),
+            scores.argmax(dim, keepdim=True),
+            scores.max(dim).indices,
+        ]
+        with pytest.raises(NeedsValuesError):
+            scores.nonzero()
+    assert found[0].shape == torch.zeros(6, 6).topk(2, dim).indices.shape
+    for chosen in found:
+        counts = torch.bincount(chosen.flatten(), minlength=6)
+        assert not isinstance(chosen, FakeTensor) and len(set(counts.tolist())) == 1
+        rows = chosen.movedim(dim, -1) if chosen.dim() == 2 else chosen[:, None]
+        assert all(len(set(row)) == len(row) for row in rows.tolist())
 
 
 @MODES

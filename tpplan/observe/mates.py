@@ -10,7 +10,8 @@ from torch import nn
 
 from tpplan.observe.likeness import identity
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)
+LISTS = (nn.ModuleList, nn.ModuleDict)
+"""Modules of which code calls the members, one or another."""
 _ROUNDS = 64
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ def with_mates(model: nn.Module, calls: Iterable[T]) -> Iterator[T]:
     Where it reached some, others that are like these are in their places then: as if the numbers
     were others that the code chooses by. In the end ``model`` is as it was.
     """
-    return _run([_Mates(m._modules) for m in model.modules() if isinstance(m, _LISTS)], calls)
+    return _run([_Mates(m._modules) for m in model.modules() if isinstance(m, LISTS)], calls)
 
 
 def _run(found: Sequence[_Mates], calls: Iterable[T]) -> Iterator[T]:

@@ -179,7 +179,7 @@ class Tracker(Uncompiled, Recorder):
         self._enter_step()
         kwargs = kwargs or {}
         question = answers.asked(func, args, kwargs)
-        if question is None or (self._each and func.overloadpacket in self._each):
+        if question is None or func in self._each:
             return self._run(func, types, args, kwargs)[0]
         answer = answers.remembered(question)
         if answer is not None:

@@ -15,9 +15,16 @@ from torch.distributed.tensor import DTensor
 from tpplan.compat import FakeTensor, NeedsValuesError, Uncompiled, without_fakes
 from tpplan.simulate.recorder import tensors_in
 
-CHOOSING = {torch.ops.aten.topk: 2, torch.ops.aten.sort: 1, torch.ops.aten.argmax: 1}
+_aten = torch.ops.aten
+CHOOSING = {
+    _aten.topk.default: 2,
+    _aten.sort.default: 1,
+    _aten.sort.stable: 1,
+    _aten.argmax.default: 1,
+    _aten.max.dim: 1,
+}
 """Ops that say which entries are the largest -> the place of their dimension."""
-_INDEXING = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}
 _LARGEST = 2**20
 """Elements; what is larger (a mask for each pair of tokens) stays fake."""
 
@@ -82,7 +89,7 @@ def _by_place(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _spread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
     """What an op gave, with every entry chosen as often where it chooses the largest ones."""
-    dim_at = CHOOSING.get(func.overloadpacket)
+    dim_at = CHOOSING.get(func)
     if dim_at is None:
         return out
     several = isinstance(out, tuple)

@@ -109,19 +109,21 @@ def element_calls(trace: Trace, units: Units) -> list[Call]:
         call = next((called[p] for p in _around(path) if p in called), None)
         if call is not None and call.path not in units.kinds and streamed(trace, call) is not None:
             found.setdefault(call.path, call)
-    reached: dict[int, set[str]] = {c.index: set() for c in trace.calls if c.path in found}
-    for call in trace.calls:
+    return [call for path in found for call in _reaching_more(trace, path)]
+
+
+def _reaching_more(trace: Trace, path: str) -> Iterator[Call]:
+    """The calls of a module that come to some in it to which none before has; the first."""
+    reached: dict[int, set[str]] = {c.index: set() for c in trace.calls if c.path == path}
+    for call in trace.calls if len(reached) > 1 else ():
         for around in trace.ancestors(call.parent):
             if around.index in reached:
                 reached[around.index].add(call.path)
-    made: dict[str, list[Call]] = {path: [] for path in found}
-    known: dict[str, set[str]] = {path: set() for path in found}
-    for index, paths in reached.items():
-        call = trace.calls[index]
-        if not made[call.path] or not paths <= known[call.path]:
-            made[call.path].append(call)
-            known[call.path] |= paths
-    return [call for calls in made.values() for call in calls]
+    known: set[str] = set()
+    for place, (index, paths) in enumerate(reached.items()):
+        if not place or not paths <= known:
+            known |= paths
+            yield trace.calls[index]
 
 
 def _around(path: str) -> list[str]:

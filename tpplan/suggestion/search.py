@@ -15,6 +15,7 @@ from torch import nn
 
 from tpplan.language import Plan, PlanError
 from tpplan.models import RUNNABLE
+from tpplan.observe.mates import LISTS
 from tpplan.planner import compile_plan
 from tpplan.planner.known import Known
 from tpplan.proof import prove
@@ -28,7 +29,6 @@ from tpplan.suggestion.text import plan_from, written
 
 _ROUNDS = 60
 _AGAIN = 2
-_LISTS = (nn.ModuleList, nn.ModuleDict)
 _REDUCED = Decision(ATTENTION.name, {"reduce": "here"})
 Say = Callable[[str], None]
 
@@ -97,7 +97,7 @@ class Search:
 
     def _sum_up(self) -> None:
         """Reduce what modules make of the members of a list, as of experts, once and there."""
-        lists = {p for p, m in self.model.named_modules() if isinstance(m, _LISTS)}
+        lists = {p for p, m in self.model.named_modules() if isinstance(m, LISTS)}
         members: dict[str, set[str]] = {}
         for path, decision in self.decisions().items():
             steps = path.split(".") if named(decision.style).sums else []
