@@ -16,7 +16,7 @@ from tpplan.observe.twins import held_by, twin_of, without_hooks
 
 # numbers that are held, and that are multiplied by
 _HELD, _COMPUTED = 2**28, 2**36
-_APART = 4099
+_APART, _STEP = 4099, 61
 
 
 def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -48,22 +48,32 @@ def not_copied(model: nn.Module, error: Exception) -> PlanError:
 def computing_shadow_of(model: nn.Module) -> nn.Module | None:
     """A shadow with random numbers in float32; None of a model too large to compute with.
 
-    The parameters of a large one have theirs in common, of which it holds as many as the largest.
+    The parameters of a large one have theirs in common, and of a large parameter its rows.
     """
     sizes = [p.numel() for p in model.parameters()]
-    if sum(sizes) > _COMPUTED or max(sizes, default=0) > _HELD:
+    if sum(sizes) > _COMPUTED:
         return None
     if sum(sizes) <= _HELD:
         return twin_of(model, torch.float32)
     generator = torch.Generator().manual_seed(0)
-    pool = torch.rand(max(sizes) + _APART, generator=generator) - 0.5
+    most = max(_span(tuple(p.shape)) for p in model.parameters())
+    pool = torch.rand(most + _APART, generator=generator) - 0.5
     places = itertools.count()
 
     def numbers(shape: tuple[int, ...]) -> torch.Tensor:
-        start = 61 * next(places) % _APART
-        return pool[start : start + math.prod(shape)].view(shape)
+        start = _STEP * next(places) % _APART
+        if math.prod(shape) <= _HELD:
+            return pool[start : start + math.prod(shape)].view(shape)
+        row = torch.empty(shape, device="meta").stride()[1:]
+        return pool.as_strided(shape, (_STEP, *row), start)
 
     return twin_of(model, torch.float32, numbers=numbers)
+
+
+def _span(shape: tuple[int, ...]) -> int:
+    """How many numbers in a row a parameter's are taken from."""
+    size = math.prod(shape)
+    return size if size <= _HELD else _STEP * shape[0] + size // shape[0]
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
