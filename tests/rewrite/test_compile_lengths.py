@@ -104,6 +104,27 @@ def test_lengths_of_as_many_rows(ranks: Ranks, lengths: tuple[int, ...], tp: int
     assert beyond(ranks.run(tp, close, lengths)) == {}
 
 
+def beyond_the_limit(mesh: DeviceMesh) -> str:
+    """Layers compiled in place, and more lengths than there may be graphs for."""
+    _, model = sharded(mesh, sequence_parallel=True)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length in (8, 16, 1):
+            try:
+                model(token_ids(2, length, 0))
+            except RuntimeError as error:
+                return str(error)
+    return "never refused"
+
+
+@pytest.mark.turns(8)
+def test_more_lengths_than_graphs(ranks: Ranks) -> None:
+    """A rank that goes on without a graph would wait for another that still runs one."""
+    for message in ranks.run(2, beyond_the_limit):
+        assert "set torch._dynamo.config.recompile_limit higher" in message
+
+
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -33,6 +33,7 @@ from tpplan.compat.modes import is_fake as is_fake
 from tpplan.compat.modes import is_traced as is_traced
 from tpplan.compat.modes import is_transformed as is_transformed
 from tpplan.compat.modes import is_wrapped as is_wrapped
+from tpplan.compat.modes import only_old_graphs as only_old_graphs
 from tpplan.compat.modes import quiet as quiet
 from tpplan.compat.modes import rehearsed_in as rehearsed_in
 from tpplan.compat.modes import tracer as tracer

@@ -88,6 +88,14 @@ def is_wrapped(x: torch.Tensor) -> bool:
     return known.is_functorch_wrapped_tensor(x) or known.is_legacy_batchedtensor(x)
 
 
+def only_old_graphs() -> bool:
+    """Whether torch.compile makes no graph here any more and runs code that has none as it is.
+
+    It does once a function has as many as it may have (``recompile_limit``).
+    """
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is False
+
+
 def is_traced() -> bool:
     """Whether torch.compile traces now; what ops write in place, it makes functions of."""
     return torch._guards.TracingContext.try_get() is not None

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tpplan import compat
 from tpplan.comm import chunk, copy_in, join, split
 from tpplan.places import Argument, at, taken, with_at
 from tpplan.roles.lowered import Lowered
@@ -31,6 +32,20 @@ def require_sequence(x: torch.Tensor, dims: int, path: str) -> None:
         raise ValueError(
             f"{path or 'the model'}: sequence parallelism needs a batch of sequences, not a tensor "
             f"of shape {tuple(x.shape)}; add the missing dimension, or turn sequence_parallel off"
+        )
+
+
+def require_graph(path: str) -> None:
+    """Refuse to run without a graph where another rank may still run one.
+
+    Graphs are made for the sizes of what a rank has. Ranks may reach the limit on graphs at
+    different lengths, and a graph has its collectives in another order.
+    """
+    if not torch.compiler.is_compiling() and compat.only_old_graphs():
+        raise RuntimeError(
+            f"{path or 'the model'}: torch.compile would run it without a graph from here on, as "
+            "it has made as many as it may, and other ranks may not: they would wait for each "
+            "other; set torch._dynamo.config.recompile_limit higher, or pad to fewer lengths"
         )
 
 

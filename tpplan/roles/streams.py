@@ -24,7 +24,7 @@ from tpplan.roles.logits import Logits
 from tpplan.roles.lowered import Lowered, looks
 from tpplan.roles.members import called, hand_over_late, members_of, prepare
 from tpplan.roles.narrow import narrowed
-from tpplan.roles.sequence import replaced, require_sequence
+from tpplan.roles.sequence import replaced, require_graph, require_sequence
 
 
 class Container(Lowered):
@@ -226,6 +226,7 @@ class InStack(Lowered):
         if not stream.sequence_parallel or x is None or state.length is not None:
             return self._tpplan_summing(*args, **kwargs)
         require_sequence(x, stream.dim + 2, state.plan.path)
+        require_graph(state.plan.path)
         length = x.size(stream.dim)
         if isinstance(x, DTensor):
             local = stream.to_local(x)
