@@ -215,6 +215,8 @@ class ModulePlan:
         spread: what it has for all rows of the sequence, under sequence parallelism.
         escaping: where, in what it gives, is what a block of experts has besides its sum: whole on
             every rank, each of which sends the same gradient back into the block.
+        handed: where, in what it gives, is a rank's part of what leaves the model, and the
+            dimension that is cut.
         kept: attributes in which it keeps a rank's part of something, or what has a part of its
             gradient on each rank; whether it is only the gradient.
         summed: of a module that multiplies by its own cut parameters.
@@ -253,6 +255,7 @@ class ModulePlan:
     detour: Detour | None = None
     spread: Spread | None = None
     escaping: tuple[Place, ...] = ()
+    handed: tuple[tuple[Place, int], ...] = ()
     kept: tuple[tuple[str, bool], ...] = ()
     summed: Summed | None = None
     thin: ThinExperts | None = None

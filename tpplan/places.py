@@ -65,6 +65,15 @@ def at(value: Any, place: Place) -> Any:
     return value
 
 
+def given_at(made: Any, place: Place) -> torch.Tensor | None:
+    """The tensor at a place of what a module gives; None where this call was not asked for it."""
+    try:
+        found = at(made, place)
+    except (KeyError, IndexError, AttributeError, TypeError):
+        return None
+    return found if isinstance(found, torch.Tensor) else None
+
+
 def with_at(value: Any, place: Place, new: Any) -> Any:
     """A copy of ``value`` with something else at a place; the rest of it is the same objects."""
     if not place:

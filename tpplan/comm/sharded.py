@@ -47,7 +47,7 @@ class Sharded(Rooted):
 
     @functools.cached_property
     def _tpplan_source(self) -> Source:  # type: ignore[override]
-        return source_on(self.device_mesh)  # of one that torch.compile put together
+        return source_on(self.device_mesh, type(self))  # of one that torch.compile put together
 
     @staticmethod
     def __metadata_guard__(known: Any, given: Any) -> bool:
@@ -75,6 +75,14 @@ def _alike_but_for_sizes(a: object, b: object) -> bool:
     return a == b
 
 
+class Parted(Sharded):
+    """What is no stream: something else that leaves the model, of which each rank has a part."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
+        return compat.unflattened(Parted, inner, context, size, stride)
+
+
 class Window(DTensor):
     """A view of some rows of a ``Sharded``: the same, and whole, on every rank.
 
@@ -100,11 +108,11 @@ class Window(DTensor):
 
 
 @functools.cache
-def source_on(mesh: DeviceMesh) -> Source:
-    """Of tensors that do not know theirs."""
+def source_on(mesh: DeviceMesh, kind: type[Sharded] = Sharded) -> Source:
+    """Of tensors of a kind that do not know theirs."""
     group = Group.of(mesh)
     site = Site("", "a sharded tensor, gathered")
-    return Source(group, site, Randomness(group.rank, mesh.device_type), Sharded)
+    return Source(group, site, Randomness(group.rank, mesh.device_type), kind)
 
 
 def window(view: torch.Tensor, whole: Whole) -> Window:

@@ -27,7 +27,7 @@ from tpplan.comm.conjugates import Transition, join, split
 from tpplan.comm.pace import Pieces
 from tpplan.comm.placements import is_cut
 from tpplan.comm.randomness import Randomness
-from tpplan.comm.sharded import Sharded, Window, rows_of, whole_of
+from tpplan.comm.sharded import Parted, Sharded, Window, rows_of, whole_of
 from tpplan.comm.source import Source
 
 # runs that are remembered, for code of theirs that backward recomputes: of the last forwards
@@ -90,6 +90,7 @@ class Stream:
         hands_on: whether who calls the modules is to be given the stream in its global form.
         randomness: the random sequences of this rank.
         source: of the stream in its global form; anchor: a tensor that has it.
+        parted: of what else leaves the model, of which each rank has a part; with an anchor too.
     """
 
     _queue: int | None = None
@@ -117,6 +118,9 @@ class Stream:
         site = Site("", "the stream, gathered")
         self.source = Source(self.group, site, self.randomness, Sharded)
         self.anchor = traced.anchor(self.source)
+        site = Site("", "what left the model in parts, gathered")
+        self.parted = Source(self.group, site, self.randomness, Parted)
+        self.parted_anchor = traced.anchor(self.parted)
         self._start()
 
     def _start(self) -> None:
@@ -220,7 +224,7 @@ class Stream:
 
     def is_sharded(self, x: object) -> bool:
         """Whether ``x`` is the stream in its global form."""
-        return isinstance(x, DTensor) and is_cut(x, self.dim)
+        return isinstance(x, DTensor) and not isinstance(x, Parted) and is_cut(x, self.dim)
 
     def to_local(self, x: DTensor) -> torch.Tensor:
         """The plain padded chunk of a DTensor stream; one of other placements is redistributed."""
@@ -237,6 +241,20 @@ class Stream:
         if compat.mesh_of(x) is self.mesh and type(compat.local_of(x)) is torch.Tensor:
             return rows_of(x, rows, self.source)
         return pad(x.to_local(), self.dim, rows)
+
+    def part_of(self, x: Parted, dim: int) -> torch.Tensor:
+        """This rank's part of what was cut evenly along ``dim``."""
+        if torch.compiler.is_compiling():
+            compat.bind_to_sizes(x)
+            return traced.rows_of(x, dim, chunk(x.size(dim), self.group.size))
+        return rows_of(x)
+
+    def of_parts(self, part: torch.Tensor, dim: int) -> DTensor:
+        """What leaves the model, of which this rank has a part along ``dim``."""
+        part, length = part.contiguous(), part.size(dim) * self.group.size
+        if torch.compiler.is_compiling():
+            return traced.whole_of(part, self.parted_anchor, length, dim)
+        return whole_of(part, self.parted, length, dim)
 
     def to_global(self, local: torch.Tensor, length: int, dim: int | None = None) -> DTensor:
         """The DTensor of global ``length`` along ``dim`` whose padded chunk is ``local``."""

@@ -46,6 +46,13 @@ class Event:
     made: torch.Tensor
     parts: list[torch.Tensor] = field(default_factory=list)
 
+    def share(self, last: bool, generator: torch.Generator) -> torch.Tensor:
+        """A part of what was given, which adds up to it over the ranks; they take turns."""
+        if last:
+            return self.made - sum(self.parts)
+        self.parts.append(self.made * torch.rand(self.made.shape, generator=generator))
+        return self.parts[-1].clone()
+
 
 class Departed(Exception):
     """A rank has something else than its part of what the whole model has, at ``path``."""

@@ -32,6 +32,7 @@ from tpplan.planner.bare import BareRegion, partial_rows
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.experts import block_rules
 from tpplan.planner.flow import Flow
+from tpplan.planner.handed import Handed
 from tpplan.planner.kernels import choose
 from tpplan.planner.known import Known
 from tpplan.planner.match import Matches
@@ -51,6 +52,7 @@ class Outcome:
         ran: path of an element -> a digest of what ran inside.
         bare: the modules that compute with cut parameters of their own.
         escaping: where, in what modules give, is what a block of experts has besides its sum.
+        handed: where modules give a rank's part of what leaves the model, and along what.
         kept: attributes that hold a rank's part, or the gradient of which is one, by module;
             whether only the gradient is.
         spreads: whole values that meet a rank's rows of the stream, by the module that has them.
@@ -77,6 +79,7 @@ class Outcome:
     spreads: Mapping[str, Spread]
     bare: Mapping[str, BareRegion]
     escaping: Mapping[str, tuple[Place, ...]]
+    handed: Handed = FrozenMap()
     kept: Mapping[str, tuple[tuple[str, bool], ...]]
     unreached: frozenset[str]
     boundaries: Mapping[str, tuple[Boundary, ...]]
@@ -227,6 +230,7 @@ class Outcome:
                 summed=self.summed_in(path),
                 partial=path in self.partial,
                 escaping=self.escaping.get(path, ()),
+                handed=self.handed.get(path, ()),
                 kept=self.kept.get(path, ()),
                 thin=self.sizes.stacked[path].thin if path in self.sizes.stacked else None,
                 dispatched=self.sizes.over_ep(path) is not None,

@@ -17,6 +17,7 @@ import torch
 from tpplan.observe.calls import padded, shortened
 from tpplan.planner.attributes import named_in_code
 from tpplan.planner.events import Failure
+from tpplan.planner.handed import Parts, leaving
 from tpplan.planner.match import folded
 from tpplan.planner.outcome import Outcome
 from tpplan.planner.replay import prove
@@ -69,12 +70,16 @@ class Regions:
             failure = self._settle(region, failure, calls)
         if failure is not None:
             say_unproved(failure, found, self._width(failure, calls))
+        elif places := leaving(found.trace, found.flow):
+            parts = Parts(places, found.tp)
+            if self._failure(calls, parts) is None:
+                found.handed = parts.found()
 
     def _with_padding(self, calls: Sequence[Call]) -> list[Call]:
         shared = any(rows.shared() for rows in self.found.sizes.layouts.values())
         return [*calls, *(padded(self.found.model, calls[0]) if shared else [])]
 
-    def _failure(self, calls: Sequence[Call]) -> Failure | None:
+    def _failure(self, calls: Sequence[Call], parts: Parts | None = None) -> Failure | None:
         found = self.found
         plans, parameters = found.module_plans(), found.matches.parameters
         placement = found.placing.placement
@@ -85,7 +90,8 @@ class Regions:
         every = any(r.summed is not None and not r.block for r in found.bare.values())
         how = every, found.known, {call.path for call in found.trace.calls}
         tried = (
-            prove(found.model, plans, *cut, found.tp, call, *how, self.shown) for call in calls
+            prove(found.model, plans, *cut, found.tp, call, *how, self.shown, parts)
+            for call in calls
         )
         return next((failure for failure in tried if failure is not None), None)
 

@@ -38,6 +38,7 @@ from tpplan.planner.events import (
     own_columns,
     own_numbers,
 )
+from tpplan.planner.handed import Parts
 from tpplan.planner.known import Known
 from tpplan.planner.match import folded
 from tpplan.planner.rank_part import as_rank
@@ -65,6 +66,7 @@ def prove(
     known: Known,
     called: Collection[str],
     shown: Collection[str] = (),
+    parts: Parts | None = None,
 ) -> Failure | None:
     """Replay ``call`` for ranks of ``tp``; the first departure, or None where there is none.
 
@@ -77,10 +79,13 @@ def prove(
         known: of the model, from proving it for other ranks.
         called: the modules that the trace came to; of others at most the weights are used.
         shown: modules of whose results code is shown a rank's share of the width, as a trial.
+        parts: what watches what leaves the model.
     """
     replay = _Replay(model, plans, layouts, columns, bare, lists, tp, known, called)
     try:
         replay.narrow(shown)
+        if parts is not None:
+            parts.watch(replay.model, lambda: replay.rank)
         with torch.no_grad():
             replay.run(call, None)
     except Exception as error:
@@ -273,11 +278,7 @@ class _Replay:
         return forward
 
     def _share(self, event: Event) -> torch.Tensor:
-        """A part of what a module gives, which adds up to the whole over the ranks."""
-        if self.rank == self.tp - 1:
-            return event.made - sum(event.parts)
-        event.parts.append(event.made * torch.rand(event.made.shape, generator=self.generator))
-        return event.parts[-1].clone()
+        return event.share(self.rank == self.tp - 1, self.generator)
 
     def _summed(
         self, path: str, original: Callable[..., Any], summed: Summed

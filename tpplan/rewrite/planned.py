@@ -22,6 +22,7 @@ from tpplan.roles.draws import Draws
 from tpplan.roles.entry import Entry
 from tpplan.roles.experts import Escaping
 from tpplan.roles.fused import ROLES, Around, Swapped, common, partner_of
+from tpplan.roles.handing import Handing
 from tpplan.roles.heads import HeadInputs, OwnBuffers, keep_own
 from tpplan.roles.kept import Keeping
 from tpplan.roles.lowered import Lowered, State, lower
@@ -202,6 +203,7 @@ def roles_of(
         HeadInputs: plan.head_inputs,
         Entering: plan.boundaries,
         Escaping: plan.escaping,
+        Handing: plan.handed,
         OwnBuffers: plan.buffers,
     }
     if plan.unreached:

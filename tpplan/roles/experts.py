@@ -11,7 +11,7 @@ from tpplan import compat
 from tpplan.comm import Site, divide_gradient
 from tpplan.comm.agreement import require_same_routing
 from tpplan.kernels import experts
-from tpplan.places import Kept, Place, at, with_at
+from tpplan.places import Kept, given_at, with_at
 from tpplan.roles.kept import divide_kept
 from tpplan.roles.lowered import Lowered
 from tpplan.roles.summing import Summing
@@ -34,15 +34,6 @@ class Escaping(Lowered):
             if found is not None:
                 made = with_at(made, place, divide_gradient(found, state.transition.group.size))
         return made
-
-
-def given_at(made: Any, place: Place) -> torch.Tensor | None:
-    """What is at a place of what a module gives; None where this call was not asked for it."""
-    try:
-        found = at(made, place)
-    except (KeyError, IndexError, AttributeError, TypeError):
-        return None
-    return found if isinstance(found, torch.Tensor) else None
 
 
 class Experts(Summing):

@@ -16,7 +16,7 @@ from tpplan.comm import Group, Site, split
 from tpplan.comm.agreement import require_same_inputs
 from tpplan.comm.conjugates import join
 from tpplan.comm.placements import is_cut
-from tpplan.comm.sharded import Window
+from tpplan.comm.sharded import Parted, Window
 from tpplan.comm.stream import Parts
 from tpplan.places import at, taken, with_at
 from tpplan.roles.draws import draws_in_training
@@ -137,6 +137,8 @@ class Container(Lowered):
         stream = state.stream
         if isinstance(x, Logits):
             return x.answer(self.training)
+        if isinstance(x, Parted):
+            return x
         if stream.is_sharded(x) and x.dim() > stream.dim + 1:
             return stream.whole(x, state.transition).contiguous()
         if not stream.whole_results and is_cut(x, x.dim() - 1):
