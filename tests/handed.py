@@ -28,12 +28,13 @@ def plan(sequence_parallel: bool) -> dict[str, Any]:
 
 
 class Mixer(nn.Module):
-    """``weights``: gives what its heads attend to as well."""
+    """``weights``: gives what its heads attend to as well; ``shared``: heads to a key."""
 
-    def __init__(self, heads: int, weights: bool) -> None:
+    def __init__(self, heads: int, weights: bool, shared: int) -> None:
         super().__init__()
-        self.heads, self.weights = heads, weights
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.heads, self.weights, self.shared = heads, weights, shared
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = (nn.Linear(WIDTH, WIDTH // shared) for _ in range(2))
 
     def forward(self, x: torch.Tensor, past: Pair | None) -> Any:
         batch, length, _ = x.shape
@@ -43,18 +44,19 @@ class Mixer(nn.Module):
         )
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        keys, values = (t.repeat_interleave(self.shared, 1) for t in (k, v))
+        scores = q @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5
         before = torch.ones(length, k.shape[2], dtype=torch.bool).tril(k.shape[2] - length)
         weights = scores.masked_fill(~before, -torch.inf).softmax(-1)
-        out = self.o((weights @ v).transpose(1, 2).reshape(batch, length, -1))
+        out = self.o((weights @ values).transpose(1, 2).reshape(batch, length, -1))
         return out, (k, v), weights if self.weights else None
 
 
 class Block(nn.Module):
-    def __init__(self, heads: int, weights: bool) -> None:
+    def __init__(self, heads: int, weights: bool, shared: int) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.mixer = Mixer(heads, weights)
+        self.mixer = Mixer(heads, weights, shared)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, past: Pair | None = None) -> Any:
@@ -66,10 +68,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Gives its logits, a pair for each block, and the weights of attention if asked to."""
 
-    def __init__(self, heads: int = HEADS, weights: bool = False) -> None:
+    def __init__(self, heads: int = HEADS, weights: bool = False, shared: int = 1) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(heads, weights) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(heads, weights, shared) for _ in range(BLOCKS))
         self.last, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: torch.Tensor, past: list[Pair] | None = None) -> dict[str, Any]:

@@ -122,7 +122,9 @@ def test_compiled(ranks: Ranks, sequence_parallel: bool) -> None:
 
 
 def test_shared_heads_are_refused() -> None:
-    """Two heads on four ranks: no dimension of what they give is cut evenly."""
-    model = Model(heads=2)
-    with pytest.raises(tpplan.PlanError):
-        tpplan.check(model, plan(False), tp=4, inputs=ids(8))
+    """Two heads of keys on four ranks: no dimension of what they give is cut evenly."""
+    with pytest.raises(tpplan.PlanError, match="equal parts") as caught:
+        tpplan.check(Model(shared=2), plan(False), tp=4, inputs=ids(8))
+    (found,) = caught.value.diagnostics
+    assert found.position is not None and "mixer.{q,k,v}" in str(found.position.text)
+    tpplan.check(Model(shared=2), plan(False), tp=2, inputs=ids(8))

@@ -53,11 +53,13 @@ class Parts:
 
     Attributes:
         at: by kind of module and place, that dimension; None where it is no part of the whole.
+        uneven: modules that give what is not as long as the whole, and no such part.
     """
 
     def __init__(self, places: Mapping[str, tuple[Place, ...]], tp: int) -> None:
         self.places, self.tp = places, tp
         self.at: dict[tuple[str, Place], int | None] = {}
+        self.uneven: dict[str, None] = {}
         self.rank: int | None = None
         self._whole: list[torch.Tensor] = []
         self._next = 0
@@ -86,6 +88,8 @@ class Parts:
                 continue
             whole, self._next = self._whole[self._next], self._next + 1
             key, dim = (folded(path), place), self._part(whole, made)
+            if dim is None and whole.shape != made.shape:
+                self.uneven[path] = None
             self.at[key] = dim if self.at.get(key, dim) == dim else None
 
     def _part(self, whole: torch.Tensor, own: torch.Tensor) -> int | None:

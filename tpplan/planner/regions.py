@@ -21,7 +21,7 @@ from tpplan.planner.handed import Parts, leaving
 from tpplan.planner.match import folded
 from tpplan.planner.outcome import Outcome
 from tpplan.planner.replay import prove
-from tpplan.planner.unproved import Width, say_unproved
+from tpplan.planner.unproved import Width, rule_near, say_unproved
 from tpplan.styles import NONE, named
 
 _CHANGES, _TRIES = 4, 80
@@ -74,6 +74,12 @@ class Regions:
             parts = Parts(places, found.tp)
             if self._failure(calls, parts) is None:
                 found.handed = parts.found()
+            if parts.uneven:
+                path = next(iter(parts.uneven))
+                rule = rule_near(found.matches.modules, path)
+                message = "gives what leaves the model, and ranks do not have equal parts of it"
+                hint = "take a tp that divides its key-value heads, or let the model not return it"
+                found.complaints.about(rule, parts.uneven, message, hint)
 
     def _with_padding(self, calls: Sequence[Call]) -> list[Call]:
         shared = any(rows.shared() for rows in self.found.sizes.layouts.values())

@@ -43,7 +43,7 @@ def say_unproved(failure: Failure, found: Outcome, width: Width | None) -> None:
     path, message = failure.path, failure.message
     rules = found.matches.modules
     own, made, tables = rules.get(path), _makers(failure, found), _tables(failure, found)
-    rule = rules[made[0]] if made else _rule_near(rules, path)
+    rule = rules[made[0]] if made else rule_near(rules, path)
     paths = [path]
     at = "" if failure.rank is None else f"on rank {failure.rank} of {found.tp} "
     cut = found.matches.parameters
@@ -220,7 +220,7 @@ def _tables(failure: Failure, found: Outcome) -> list[str]:
     ]
 
 
-def _rule_near(rules: Mapping[str, Rule], path: str) -> Rule | None:
+def rule_near(rules: Mapping[str, Rule], path: str) -> Rule | None:
     """The rule of a module, or of the first one inside it."""
     near = (rule for known, rule in rules.items() if known == path or _inside(known, path))
     return next(near, None)
