@@ -13,10 +13,21 @@ from torch.utils._pytree import tree_leaves
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An argument of a module's forward, by name and, where it has one, by position."""
+    """An argument of a module's forward, by name and, where it has one, by position.
+
+    Attributes:
+        place: of a tensor inside of it, where.
+    """
 
     name: str
     index: int | None
+    place: Place = ()
+
+    def __str__(self) -> str:
+        return self.name + "".join(
+            f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+            for key in self.place
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +106,10 @@ def with_at(value: Any, place: Place, new: Any) -> Any:
 
 
 def taken(argument: Argument, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An argument of a call; None where it was not given."""
+    """An argument of a call, or what is inside of it; None where it was not given."""
+    value = None
     if argument.name in kwargs:
-        return kwargs[argument.name]
-    if argument.index is not None and argument.index < len(args):
-        return args[argument.index]
-    return None
+        value = kwargs[argument.name]
+    elif argument.index is not None and argument.index < len(args):
+        value = args[argument.index]
+    return given_at(value, argument.place) if argument.place else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,16 +33,17 @@ class Call:
     """One call of a module: its place among the calls, what it got and what it gave.
 
     Tensors are numbered in the order they were first seen; two mentions of one number are one
-    tensor object, which a module may have been given under several names. ``parent`` is the index
-    of the enclosing call, ``given`` everything it was called with, tensors as ``Numbered``,
-    ``places`` where each of ``outputs`` is in what the module gave, ``site`` the place in the code
-    that called it.
+    tensor object, which a module may have been given under several names. ``nested`` are those
+    inside of arguments, ``parent`` is the index of the enclosing call, ``given`` everything it was
+    called with, tensors as ``Numbered``, ``places`` where each of ``outputs`` is in what the module
+    gave, ``site`` the place in the code that called it.
     """
 
     index: int
     path: str
     parent: int | None
     arguments: Mapping[int, tuple[Argument, ...]]
+    nested: Mapping[int, tuple[Argument, ...]] = field(default_factory=dict)
     outputs: tuple[int, ...] = ()
     places: tuple[Place | None, ...] = ()
     first_op: int = 0
@@ -56,6 +57,12 @@ class Call:
             if any(a.name == name for a in arguments):
                 return number
         return None
+
+    def number_of(self, argument: Argument) -> int | None:
+        """The tensor that was given as an argument, or inside of one."""
+        if not argument.place:
+            return self.given_as(argument.name)
+        return next((n for n, given in self.nested.items() if argument in given), None)
 
     def output_at(self, place: Place) -> int | None:
         """The tensor that the module gave there."""
@@ -262,14 +269,16 @@ def _hooks(
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trace = recorder.trace
         arguments: dict[int, tuple[Argument, ...]] = {}
+        nested: dict[int, tuple[Argument, ...]] = {}
         for argument, tensor in _tensors(signature, args, kwargs):
-            number = recorder.number(tensor)
-            arguments[number] = (*arguments.get(number, ()), argument)
+            number, found = recorder.number(tensor), nested if argument.place else arguments
+            found[number] = (*found.get(number, ()), argument)
         call = Call(
             index=len(trace.calls),
             path=path,
             parent=recorder.stack[-1] if recorder.stack else None,
             arguments=arguments,
+            nested=nested,
             first_op=len(trace.ops),
             given=recorder.numbered((args, kwargs)),
             site=running().site,
@@ -291,15 +300,19 @@ def _hooks(
 def _tensors(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterable[tuple[Argument, torch.Tensor]]:
-    """The tensors among a call's arguments, named as the forward names them."""
+    """The tensors among a call's arguments, and inside of them, named as the forward names them."""
     names = [
         p.name
         for p in signature.parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    for index, value in enumerate(args):
-        if isinstance(value, torch.Tensor):
-            yield Argument(names[index] if index < len(names) else "", index), value
+    given: list[tuple[Argument, Any]] = [
+        (Argument(names[index] if index < len(names) else "", index), value)
+        for index, value in enumerate(args)
+    ]
     for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor):
-            yield Argument(name, names.index(name) if name in names else None), value
+        given.append((Argument(name, names.index(name) if name in names else None), value))
+    for argument, value in given:
+        for place, tensor in tensors_in(value):
+            if place is not None:
+                yield replace(argument, place=place), tensor

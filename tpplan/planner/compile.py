@@ -334,7 +334,7 @@ class _Compiler(Outcome):
         if self.plan.layers is not None:
             stacks.say_unused(self.plan, self.model, self.trace, self.complaints)
         elif self.sequence_parallel and (rows := self.multihead.union(self.of("sums"))):
-            stacks.say_none_found(sorted(rows), self.trace, self.complaints)
+            stacks.say_none_found(sorted(rows), self.of("rows"), self.trace, self.complaints)
 
     def check_rows(self) -> None:
         """What runs on a part of the sequence must do the same to it as among the rest."""

@@ -249,7 +249,7 @@ def find_elements(
         call = called.get(path)
         if call is None:
             continue
-        found = _stream_of(trace, call)
+        found = stream_of(trace, call)
         if found is not None:
             stream, output = found
             others = _others(trace, call, stream, entering, boundaries.keys(), styles, multihead)
@@ -288,11 +288,12 @@ def _others(
     What enters a sharded region is left out: that is gathered where it enters. So is what meets
     sharded activations (angles, masks), whose rows are all of the sequence.
     """
-    number = next(n for n, names in call.arguments.items() if stream in names)
+    number, given = call.number_of(stream), {**call.nested, **call.arguments}
+    assert number is not None
     rows = trace.shapes[number][:-1]
     # the first layer may be given the stream under several names
-    others = [name for name in call.arguments[number] if name != stream]
-    for other, names in call.arguments.items():
+    others = [name for name in given[number] if name != stream]
+    for other, names in given.items():
         alike = other != number and trace.shapes[other][: len(rows)] == rows
         if (
             alike
@@ -339,13 +340,21 @@ def _meets(
     return met
 
 
-def _stream_of(trace: Trace, call: Call) -> tuple[Argument, Place] | None:
-    """The argument that comes out in the same shape, and where: the first such tensor."""
-    for out, place in zip(call.outputs, call.places, strict=True):
-        for number, arguments in call.arguments.items():
-            same = trace.shapes[number] == trace.shapes[out]
-            if place is not None and same and {number, out} <= trace.floating:
-                return arguments[0], place
+def stream_of(trace: Trace, call: Call) -> tuple[Argument, Place] | None:
+    """The argument that comes out in the same shape, and where: the first such tensor.
+
+    Of what is inside of arguments, preferably what comes out changed, and in its own place.
+    """
+    for given in (call.arguments, call.nested):
+        found = [
+            (arguments[0], place, (out in given, arguments[0].place != place))
+            for out, place in zip(call.outputs, call.places, strict=True)
+            for number, arguments in given.items()
+            if place is not None
+            if trace.shapes[number] == trace.shapes[out] and {number, out} <= trace.floating
+        ]
+        if found:
+            return (found[0] if given is call.arguments else min(found, key=lambda f: f[2]))[:2]
     return None
 
 

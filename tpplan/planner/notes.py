@@ -137,7 +137,7 @@ class Notes:
         if kept and (op.pointwise or name in KEEPING or name in VIEWS):
             return
         element = next(c for c in around if c.path in self.elements)
-        number = element.given_as(self.elements[element.path].argument.name)
+        number = element.number_of(self.elements[element.path].argument)
         shape = () if number is None else self.trace.shapes[number][: self.dim + 1]
         if not acts_on_each(op, self.trace, self.stream, shape, self.dim):
             self.flow.along.setdefault(around[0].path, name)

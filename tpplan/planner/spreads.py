@@ -63,7 +63,7 @@ def _without_vectors(trace: Trace, elements: Mapping[str, Element], dim: int) ->
     calls = {call.path: call for call in reversed(trace.calls)}
 
     def has_rows(path: str, argument: Argument) -> bool:
-        number = calls[path].given_as(argument.name)
+        number = calls[path].number_of(argument)
         return number is None or len(trace.shapes[number]) > dim + 1
 
     return {
@@ -97,7 +97,7 @@ def spreads(
     found: dict[str, Spread] = {}
     for number, meeting in within.items():
         element = trace.calls[number]
-        stream = element.given_as(elements[element.path].argument.name)
+        stream = element.number_of(elements[element.path].argument)
         for path, argument, place in _cuts(trace, element, meeting, styles, stream):
             known = found.setdefault(path, Spread())
             if argument is None:

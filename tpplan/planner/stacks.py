@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from torch import nn
 
 from tpplan.language import Plan, nearest
 from tpplan.observe.trace import Trace
 from tpplan.planner.complaints import Complaints
+from tpplan.planner.infer import stream_of
 from tpplan.planner.match import folded
 
 _OFF = "turn sequence_parallel off"
@@ -34,12 +35,24 @@ def say_unused(plan: Plan, model: nn.Module, trace: Trace, complaints: Complaint
     complaints.say(f"layers: '{text}' {said}", plan.layers_position, hint)
 
 
-def say_none_found(rows: Iterable[str], trace: Trace, complaints: Complaints) -> None:
-    """No repeated layers around the row-parallel layers ``rows``."""
-    called = {call.path for call in trace.calls}
+def say_none_found(
+    rows: Iterable[str], norms: Set[str], trace: Trace, complaints: Complaints
+) -> None:
+    """No repeated layers around the row-parallel layers ``rows``.
+
+    Args:
+        norms: what is to run on a rank's rows.
+    """
+    called = {call.path: call for call in reversed(trace.calls)}
     layers = [path for path in (_numbered_around(row) for row in rows) if path in called]
+    inside = [p for p in reversed(called) if p in norms and _numbered_around(p) in layers]
     hint = f"name it with 'layers:', or {_OFF}"
-    if layers:
+    if inside and not any(stream_of(trace, called[path]) for path in layers):
+        hint = (
+            "its layers are not given the stream, or do not give it on: name what runs on rows "
+            f"inside of them in one 'layers:', {_patterns(inside)}, or {_OFF}"
+        )
+    elif layers:
         stack = dict.fromkeys(f"{path.rpartition('.')[0]}.*".lstrip(".") for path in layers)
         hint = f"name it, 'layers: {next(iter(stack))}', or {_OFF}"
     message = "no layer stack was found for the sequence-sharded stream"

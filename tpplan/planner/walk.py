@@ -84,9 +84,7 @@ class Walk(Notes):
         self.maker: dict[int, str] = {}
         self.trained: set[int] = set()
         parts = frozenset[int]().union(*(region.parts for region in bare.values()))
-        given = (
-            c.given_as(elements[c.path].argument.name) for c in trace.calls if c.path in elements
-        )
+        given = (c.number_of(elements[c.path].argument) for c in trace.calls if c.path in elements)
         self.noise = Noise(trace, parts, dim, {number for number in given if number is not None})
         self.entry = {
             call.index: self._entries(call) for call in trace.calls if call.path in boundaries
@@ -192,7 +190,7 @@ class Walk(Notes):
         around = self.element_of(call)
         if around is None or call.index not in self.apart:
             return
-        stream = around.given_as(self.elements[around.path].argument.name)
+        stream = around.number_of(self.elements[around.path].argument)
         rows = () if stream is None else self.trace.shapes[stream][: self.dim + 1]
         known, made = self.flow.detours[call.path], []
         for number, place in zip(call.outputs, call.places, strict=True):
@@ -221,7 +219,7 @@ class Walk(Notes):
         around = self.element_of(call)
         if around is None or call.path in self.partial:
             return
-        stream = around.given_as(self.elements[around.path].argument.name)
+        stream = around.number_of(self.elements[around.path].argument)
         # with or without their batch: as the column-parallel layers were given them
         same = (given in self.flat) == (len(self.trace.shapes[given]) <= self.dim + 1)
         if stream is None or not same or not self._rows_of(given, stream):
@@ -246,8 +244,8 @@ class Walk(Notes):
         self.note_entering(call)
         self.as_data(self.entry.get(call.index, ()))
         if call.path in self.elements:
-            number = call.given_as(self.elements[call.path].argument.name)
-            beside = (call.given_as(a.name) for a in self.elements[call.path].others)
+            number = call.number_of(self.elements[call.path].argument)
+            beside = map(call.number_of, self.elements[call.path].others)
             self.stream.update(n for n in (number, *beside) if n is not None)
             self.as_data([number])
         inside = self.element_of(call) is not None
@@ -295,10 +293,14 @@ class Walk(Notes):
                 self.flow.unreduced.append(call.path)
             self.stream.add(given)
             # by their places: the stream itself, given twice, is global in one of them alone
-            others = (
+            others = {
                 n for n, p in zip(call.outputs, call.places, strict=True) if p != element.output
-            )
-            if any(n in self.stream and n in self.trace.floating for n in others):
+            }
+            came = {*call.nested, *call.arguments}  # and go on as they did
+            if not element.others:
+                came.discard(call.number_of(element.argument))  # type: ignore[arg-type]
+            others -= came
+            if not others.isdisjoint(self.stream & self.trace.floating):
                 self.flow.escaping.append(call.path)
         if call.parent is None:
             if call.outputs and call.outputs[0] in self.region:

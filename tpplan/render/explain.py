@@ -77,8 +77,7 @@ def inferences(compiled: CompiledPlan, plan: ModulePlan) -> list[str]:
         lines.append(f"each rank takes its heads of '{argument.name}', along dimension {dim}")
     if plan.element is not None:
         lines.append(
-            f"inferred: an element of the layer stack; '{plan.element.argument.name}' carries the "
-            "stream"
+            f"inferred: an element of the layer stack; '{plan.element.argument}' carries the stream"
         )
     lines += _spread(plan)
     if plan.container:

@@ -20,6 +20,9 @@ def replaced(
     argument: Argument, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with ``value`` in the place of one that was given."""
+    if argument.place:
+        around = Argument(argument.name, argument.index)
+        value = with_at(taken(around, args, kwargs), argument.place, value)
     if argument.name in kwargs:
         return args, {**kwargs, argument.name: value}
     assert argument.index is not None

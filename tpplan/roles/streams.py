@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tpplan.comm.conjugates import join
 from tpplan.comm.placements import is_cut
 from tpplan.comm.sharded import Parted, Window
 from tpplan.comm.stream import Parts
-from tpplan.places import at, taken, with_at
+from tpplan.places import at, taken, tensors_in, with_at
 from tpplan.roles.draws import draws_in_training
 from tpplan.roles.logits import Logits
 from tpplan.roles.lowered import Lowered, looks
@@ -203,6 +203,15 @@ def _converted(value: Any, convert: Callable[[DTensor], torch.Tensor]) -> Any:
     return value
 
 
+def _as_they_came(out: Any, came: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """What an element gives, with what was given whole in the place of the rows taken of it."""
+    for place, x in tensors_in(out):
+        for rows, given in came:
+            if x is rows and place is not None:
+                out = with_at(out, place, given)
+    return out
+
+
 class InStack(Lowered):
     """An element of the layer stack: takes its chunk of the stream, and gives the stream back.
 
@@ -236,8 +245,9 @@ class InStack(Lowered):
             local = split(x, stream.dim, state.transition)
         stays = isinstance(x, DTensor) or state.inside or stream.hands_on
         args, kwargs = replaced(plan.argument, local, args, kwargs)
+        came = [(local, x)] if plan.others else []
         for other in plan.others:
-            y = taken(other, args, kwargs)
+            given = y = taken(other, args, kwargs)
             if not isinstance(y, torch.Tensor) or y.dim() <= stream.dim:
                 continue
             if y is x:
@@ -249,10 +259,13 @@ class InStack(Lowered):
             else:
                 y = split(y, stream.dim, state.transition)
             args, kwargs = replaced(other, y, args, kwargs)
+            came.append((y, given))
         start = stream.now()
         stream.length = length
         try:
             out = self._tpplan_summing(*args, **kwargs)
+            if came:
+                out = _as_they_came(out, came)
         finally:
             stream.length = None
             stream.remember(start, state.plan.path, length)
