@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 import tpplan
-from tests.compare import Errors, beyond, same, step
+from tests.compare import Errors, beyond, compare_gradients, error, same, step
 from tests.models import hf, token_ids
 from tests.ranks import Ranks
 
@@ -102,6 +103,72 @@ def close(mesh: DeviceMesh, lengths: tuple[int, ...]) -> Errors:
 @pytest.mark.parametrize("lengths", [(15, 16, 14), (16, 15, 17)])
 def test_lengths_of_as_many_rows(ranks: Ranks, lengths: tuple[int, ...], tp: int) -> None:
     assert beyond(ranks.run(tp, close, lengths)) == {}
+
+
+class Between(nn.Module):
+    """Code of its own on the stream between its layers, which somebody compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+            for _ in range(2)
+        )
+        self.last = nn.LayerNorm(16)
+        self.code = self.mixed
+
+    def mixed(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 + torch.tanh(first)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = first = self.table(ids)
+        for layer in self.layers:
+            x = self.code(layer(x), first)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+BETWEEN = {
+    "table": "vocab",
+    "layers.*.0": "sequence_parallel",
+    "layers.*.1": "colwise",
+    "layers.*.3": "rowwise",
+    "last": "sequence_parallel",
+}
+
+
+def code_between(mesh: DeviceMesh, lengths: tuple[int, ...], trained: bool) -> Errors:
+    """A graph of elementwise code asks for no length: it is guarded all the same."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = Between().double()
+    model = copy.deepcopy(reference)
+    plan = {"tpplan": 1, "sequence_parallel": True, "rules": BETWEEN}
+    tpplan.parallelize(model, plan, mesh)
+    model.code = torch.compile(model.mixed, backend="aot_eager", fullgraph=True)
+    errors: Errors = {}
+    for length in lengths:
+        ids = token_ids(2, length, length) % 32
+        with torch.set_grad_enabled(trained):
+            due, got = reference(ids), full_with_grad(model(ids))
+        errors[f"length {length}"] = error(due, got)
+        for out in (due, got) if trained else ():
+            out.square().sum().backward()
+    return errors | (compare_gradients(reference, model) if trained else {})
+
+
+def full_with_grad(t: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = t.full_tensor() if isinstance(t, DTensor) else t
+    return made
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("trained", [False, True], ids=["evaluated", "trained"])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("lengths", [(7, 8, 6), (16, 15, 13, 5)])
+def test_code_between(ranks: Ranks, lengths: tuple[int, ...], tp: int, trained: bool) -> None:
+    assert beyond(ranks.run(tp, code_between, lengths, trained), 1e-12) == {}
 
 
 def beyond_the_limit(mesh: DeviceMesh) -> str:

@@ -121,6 +121,8 @@ class Stream:
         site = Site("", "what left the model in parts, gathered")
         self.parted = Source(self.group, site, self.randomness, Parted)
         self.parted_anchor = traced.anchor(self.parted)
+        if sequence_parallel:
+            compat.bind_all_to_sizes(Sharded)
         self._start()
 
     def _start(self) -> None:
@@ -234,7 +236,8 @@ class Stream:
             x = x.redistribute(placements=[Shard(self.dim)])
         rows = chunk(x.size(self.dim), self.group.size)
         if torch.compiler.is_compiling():
-            compat.bind_to_sizes(x)
+            if not isinstance(x, Sharded):
+                compat.bind_to_sizes(x)
             return traced.rows_of(x, self.dim, rows)
         if isinstance(x, Sharded):
             return rows_of(x, rows)
@@ -245,7 +248,6 @@ class Stream:
     def part_of(self, x: Parted, dim: int) -> torch.Tensor:
         """This rank's part of what was cut evenly along ``dim``."""
         if torch.compiler.is_compiling():
-            compat.bind_to_sizes(x)
             return traced.rows_of(x, dim, chunk(x.size(dim), self.group.size))
         return rows_of(x)
 

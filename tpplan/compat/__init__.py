@@ -55,6 +55,7 @@ from tpplan.compat.sites import Running as Running
 from tpplan.compat.sites import Site as Site
 from tpplan.compat.sites import running as running
 from tpplan.compat.sizes import always as always
+from tpplan.compat.sizes import bind_all_to_sizes as bind_all_to_sizes
 from tpplan.compat.sizes import bind_to_sizes as bind_to_sizes
 from tpplan.compat.sizes import larger as larger
 from tpplan.compat.sizes import smaller as smaller

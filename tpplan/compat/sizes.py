@@ -6,10 +6,13 @@ length to length (whether tp divides it, which rank has the last rows) would cos
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from tpplan.compat.replaced import there
 
 
 def always(holds: bool | torch.SymBool) -> bool:
@@ -42,18 +45,42 @@ def bind_to_sizes(x: torch.Tensor) -> None:
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
-        comptime(_compare_sizes)
+        comptime(_compare_sizes_of_local)
 
 
-def _compare_sizes(context: Any) -> None:
+def bind_all_to_sizes(kind: type[torch.Tensor]) -> None:
+    """Have every graph do so with what it is given of a kind, in whatever code."""
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    wrap = there(VariableBuilder, "wrap_tensor")
+    if hasattr(wrap, "_tpplan_kinds"):
+        wrap._tpplan_kinds.add(kind)
+        return
+    kinds = {kind}
+
+    @functools.wraps(wrap)
+    def wrapping(self: Any, value: torch.Tensor) -> Any:
+        made = wrap(self, value)
+        if type(value) in kinds:
+            _compare_sizes(self.source, made.as_proxy().node.meta["example_value"])
+        return made
+
+    wrapping._tpplan_kinds = kinds  # type: ignore[attr-defined]
+    VariableBuilder.wrap_tensor = wrapping  # type: ignore[method-assign]
+
+
+def _compare_sizes_of_local(context: Any) -> None:
+    x = context.get_local("x")
+    source = x._i_will_not_complain_if_bc_breaks_VariableTracker().source
+    if source is not None:  # not made in the graph
+        _compare_sizes(source, x.as_fake())
+
+
+def _compare_sizes(source: Any, x: torch.Tensor) -> None:
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import TensorProperty, TensorPropertySource
 
-    x = context.get_local("x")
-    source = x._i_will_not_complain_if_bc_breaks_VariableTracker().source
-    if source is None:  # made in the graph
-        return
-    for dim, size in enumerate(x.as_fake().shape):
+    for dim, size in enumerate(x.shape):
         if type(size) is int:
             own = TensorPropertySource(source, TensorProperty.SIZE, dim)
             install_guard(own.make_guard(GuardBuilder.EQUALS_MATCH))
