@@ -96,7 +96,8 @@ class Trace:
     """Calls and ops of one forward pass, or of several, in order.
 
     ``computed``: whether it was run on numbers, on which its code may hang. ``kept``: the tensors
-    that modules have as attributes after it: the module, the place among these, and which.
+    that modules have as attributes after it, or after a call of theirs: the module, the place among
+    these, and which.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -147,6 +148,7 @@ class _Recorder(TorchDispatchMode):
         self.stack: list[int] = []
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
+        self._kept: set[tuple[str, Place | None, int | None]] = set()
 
     def number(self, tensor: torch.Tensor) -> int:
         shape = tuple(int(n) for n in tensor.shape)
@@ -169,12 +171,14 @@ class _Recorder(TorchDispatchMode):
         return tree_map_only(torch.Tensor, lambda t: Numbered(self.number(t)), values)
 
     def note_kept(self, modules: Mapping[str, nn.Module]) -> None:
-        """What modules keep of what was made: a training loop may read it."""
+        """What modules keep of what was made: a training loop may read it, or the model's code."""
         for path, module in modules.items():
             for name, value in attributes_of(module):
                 for place, tensor in tensors_in(value, (name,)):
                     number = self._numbers.get(id(tensor))
-                    if place is not None and number is not None:
+                    kept = path, place, number
+                    if place is not None and number is not None and kept not in self._kept:
+                        self._kept.add(kept)
                         self.trace.kept.append((path, place, number))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -293,6 +297,7 @@ def _hooks(
         call.places = tuple(place for place, _ in found)
         call.outputs = tuple(recorder.number(tensor) for _, tensor in found)
         call.last_op = len(trace.ops)
+        recorder.note_kept({path: module})  # of a module that is called again, what it has now
 
     return before, after
 

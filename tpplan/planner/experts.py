@@ -83,6 +83,7 @@ def _note_escapes(
         region = regions.get(block.path)
         if region is None or not region.block or region.summed is None:
             continue
+        around = {call.path for call in trace.ancestors(block.parent)}
         made = {n for op in trace.ops[block.first_op : block.last_op] for n in op.outputs}
         made = (made & trace.floating) - {block.output_at(place) for place in region.summed.outputs}
         given = {n for call in trace.ancestors(block.index) for n in call.outputs}
@@ -96,8 +97,8 @@ def _note_escapes(
             if number not in given and not any(index >= block.last_op for index in uses):
                 continue
             giving = _giving(trace, block, number, uses)
-            if giving is None and number in kept:
-                continue
+            if number in kept and (giving is None or giving[0] in around):
+                continue  # it is found in the attribute, where it is put right
             if giving is None:
                 lost[block.path] = None
             else:
