@@ -79,6 +79,7 @@ def test_the_shipped_plan_fits(name: str) -> None:
     assert any(entry.placement.is_shard() for entry in compiled.parameters.values())
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", ["bert", "llama4_text", "minimax_m2"])
 def test_what_small_models_do_not_show(name: str) -> None:
     """Kinds of tokens in a buffer; ids that follow their table; routers of thousands of columns."""
@@ -86,6 +87,7 @@ def test_what_small_models_do_not_show(name: str) -> None:
     assert compile_plan(model, tpplan.load_plan("auto", model), 2, True).parameters
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     "name",
     [

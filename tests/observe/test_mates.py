@@ -53,6 +53,7 @@ def test_without_a_rule_for_the_mixture() -> None:
     assert any("{style: attention, reduce: here}" in hint for hint in hints)
 
 
+@pytest.mark.turns(8)
 def test_suggested() -> None:
     torch.manual_seed(0)
     found = tpplan.suggest(Model(), tp=2, inputs=torch.randn(2, 8, WIDTH))

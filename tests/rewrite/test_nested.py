@@ -130,14 +130,14 @@ def full_with_grad(t: Any) -> torch.Tensor:
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
-@pytest.mark.turns(4)
+@pytest.mark.turns(16)
 def test_streams_inside(ranks: Ranks, sequence_parallel: bool, checkpointed: bool, tp: int) -> None:
     assert beyond(ranks.run(tp, trained, sequence_parallel, checkpointed), 1e-12) == {}
 
 
 def compiled(mesh: DeviceMesh, sequence_parallel: bool, layers: bool) -> Errors:
     found = Findings()
-    for way in ("tuple", "a skip", "dataclass"):
+    for way in ("a skip", "dataclass"):
         torch._dynamo.reset()
         torch.manual_seed(0)
         reference = Model(way).double()
@@ -155,7 +155,7 @@ def compiled(mesh: DeviceMesh, sequence_parallel: bool, layers: bool) -> Errors:
 
 
 @pytest.mark.parametrize("layers", [False, True], ids=["model", "layers"])
-@pytest.mark.turns(8)
+@pytest.mark.turns(32)
 def test_compiled(ranks: Ranks, layers: bool) -> None:
     assert beyond(ranks.run(2, compiled, True, layers), 1e-12) == {}
 

@@ -54,6 +54,7 @@ def test_each_is_chosen_as_often(dim: int) -> None:
 
 
 @MODES
+@pytest.mark.turns(4)
 def test_folded(sp: bool) -> None:
     inputs = torch.randn(2, 8, WIDTH)
     folded = tpplan.dry_run(Model(6), plan(sp), 2, inputs=inputs)
