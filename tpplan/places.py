@@ -51,7 +51,7 @@ def tensors_in(value: Any, place: Place = ()) -> Iterator[tuple[Place | None, to
     if isinstance(value, torch.Tensor):
         yield place, value
         return
-    items = _items(value)
+    items = items_of(value)
     if items is None:
         yield from ((None, x) for x in tree_leaves(value) if isinstance(x, torch.Tensor))
         return
@@ -59,7 +59,8 @@ def tensors_in(value: Any, place: Place = ()) -> Iterator[tuple[Place | None, to
         yield from tensors_in(item, (*place, key))
 
 
-def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
+def items_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The keys, and what is there, of what has some; None of what is not looked into."""
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, tuple | list):

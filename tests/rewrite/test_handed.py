@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 import tpplan
 from tests.compare import Errors, Findings, beyond, compare_gradients, error, full, same
-from tests.handed import HEADS, VOCABULARY, Model, Pair, plan
+from tests.handed import BLOCKS, HEADS, VOCABULARY, Block, Mixer, Model, Pair, plan
 from tests.ranks import Ranks
+from tpplan.places import tensors_in
 
 
 def pair(
@@ -128,3 +130,80 @@ def test_shared_heads_are_refused() -> None:
     (found,) = caught.value.diagnostics
     assert found.position is not None and "mixer.{q,k,v}" in str(found.position.text)
     tpplan.check(Model(shared=2), plan(False), tp=2, inputs=ids(8))
+
+
+@dataclasses.dataclass
+class Record:
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Recording(Mixer):
+    """Its cache is a dataclass."""
+
+    def forward(self, x: torch.Tensor, past: Any) -> Any:
+        out, cache, weights = super().forward(x, None if past is None else (past.k, past.v))
+        return out, Record(*cache), weights
+
+
+class Writing(Mixer):
+    """Writes into the mapping that it is given, and gives that."""
+
+    def forward(self, x: torch.Tensor, past: Any) -> Any:
+        out, (k, v), weights = super().forward(x, (past["k"], past["v"]) if past else None)
+        past.update(k=k, v=v)
+        return out, past, weights
+
+
+class Stacking(Model):
+    """Makes one tensor of what its blocks give."""
+
+    def forward(self, ids: torch.Tensor, past: Any = None) -> dict[str, Any]:
+        out = super().forward(ids, None if past is None else list(past.transpose(0, 1)))
+        return {**out, "past": torch.stack([torch.stack(one) for one in out["past"]], 1)}
+
+
+WAYS: dict[str, type[Mixer] | None] = {"dataclass": Recording, "written": Writing, "stacked": None}
+
+
+def model_of(way: str) -> Model:
+    model = (Stacking if way == "stacked" else Model)().double()
+    kind = WAYS[way]
+    for block in model.blocks if kind else ():
+        assert isinstance(block, Block) and kind is not None
+        block.mixer.__class__ = kind
+    return model
+
+
+def kept(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
+    """Some steps, with what was returned or, of what is written to, with the caller's own."""
+    found = Findings()
+    for way in WAYS:
+        torch.manual_seed(0)
+        reference = model_of(way)
+        model = copy.deepcopy(reference)
+        example: dict[str, Any] = {"ids": ids(8)}
+        example |= {"past": [{} for _ in range(BLOCKS)] if way == "written" else None}
+        tpplan.parallelize(model, plan(sequence_parallel), mesh, inputs=example)
+        losses = dict.fromkeys((reference, model), torch.zeros((), dtype=torch.float64))
+        own: dict[nn.Module, Any] = {
+            m: [{} for _ in range(BLOCKS)] if way == "written" else None for m in losses
+        }
+        for length in (6, 1, 3):
+            for m in losses:
+                out = m(ids(length), own[m])
+                own[m] = own[m] if way == "written" else out["past"]
+                losses[m] = losses[m] + full_with_grad(out["logits"]).square().sum()
+            found.add(f"{way}: a loss at {length}", error(losses[reference], losses[model]))
+        for loss in losses.values():
+            loss.backward()
+        found.add(way, compare_gradients(reference, model))
+        (due, got) = (next(iter(tensors_in(past)))[1] for past in own.values())
+        found.add(f"{way}: a cache", error(due, full(got)))
+        found.add(f"{way}: a rank has its heads", same(isinstance(got, DTensor)))
+    return found.errors
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
+def test_caches_of_other_kinds(ranks: Ranks, sequence_parallel: bool) -> None:
+    assert beyond(ranks.run(2, kept, sequence_parallel), 1e-12) == {}

@@ -167,7 +167,7 @@ class _Replay:
             if any(boundary.narrowed for boundary in plan.boundaries):
                 module.forward = self._with_shares(plan, module.forward)  # type: ignore[method-assign]
         module.register_forward_pre_hook(lambda *_: self.running.append(path), prepend=True)
-        module.register_forward_hook(lambda *_: self.running.pop() and None)
+        module.register_forward_hook(lambda *_: self.running.__delitem__(-1))
 
     def _fold(self, model: nn.Module) -> None:
         """Run two of the elements of the stack that are alike, and the last; skip the others."""
