@@ -116,8 +116,7 @@ def parts_of(compiled: CompiledPlan) -> frozenset[str]:
     return frozenset(
         f"{path}.{name}".lstrip(".")
         for path, plan in compiled.modules.items()
-        for name, whole in plan.kept
-        if not whole
+        for name in (*plan.cut, *(name for name, whole in plan.kept if not whole))
     )
 
 
