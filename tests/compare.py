@@ -24,6 +24,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def joined(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, through which gradients flow."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``whole`` under the placements of ``like``; nothing is sent."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 import tpplan
-from tests.compare import Errors, beyond, compare_gradients, error, same, step
+from tests.compare import Errors, beyond, compare_gradients, error, joined, same, step
 from tests.models import hf, token_ids
 from tests.ranks import Ranks
 
@@ -151,16 +150,11 @@ def code_between(mesh: DeviceMesh, lengths: tuple[int, ...], trained: bool) -> E
     for length in lengths:
         ids = token_ids(2, length, length) % 32
         with torch.set_grad_enabled(trained):
-            due, got = reference(ids), full_with_grad(model(ids))
+            due, got = reference(ids), joined(model(ids))
         errors[f"length {length}"] = error(due, got)
         for out in (due, got) if trained else ():
             out.square().sum().backward()
     return errors | (compare_gradients(reference, model) if trained else {})
-
-
-def full_with_grad(t: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = t.full_tensor() if isinstance(t, DTensor) else t
-    return made
 
 
 @pytest.mark.turns(4)

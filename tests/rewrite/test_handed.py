@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import tpplan
-from tests.compare import Errors, Findings, beyond, compare_gradients, error, full, same
+from tests.compare import Errors, Findings, beyond, compare_gradients, error, full, joined, same
 from tests.handed import BLOCKS, HEADS, VOCABULARY, Block, Mixer, Model, Pair, plan
 from tests.ranks import Ranks
 from tpplan.places import tensors_in
@@ -88,14 +88,10 @@ def trained(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
                 made = [out["logits"], *out["weights"], *(x for kept in out["past"] for x in kept)]
                 for t in made:
                     share = torch.randn(t.shape, generator=generator, dtype=torch.float64)
-                    loss = loss + full_with_grad(t * share).sum()
+                    loss = loss + joined(t * share).sum()
             loss.backward()
         found.add(f"length {length}", compare_gradients(reference, model))
     return found.errors
-
-
-def full_with_grad(t: torch.Tensor) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
@@ -193,7 +189,7 @@ def kept(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
             for m in losses:
                 out = m(ids(length), own[m])
                 own[m] = own[m] if way == "written" else out["past"]
-                losses[m] = losses[m] + full_with_grad(out["logits"]).square().sum()
+                losses[m] = losses[m] + joined(out["logits"]).square().sum()
             found.add(f"{way}: a loss at {length}", error(losses[reference], losses[model]))
         for loss in losses.values():
             loss.backward()

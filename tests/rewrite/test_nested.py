@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import tpplan
-from tests.compare import Errors, Findings, beyond, compare_gradients, error, full
+from tests.compare import Errors, Findings, beyond, compare_gradients, error, joined
 from tests.ranks import Ranks
 
 WIDTH, WORDS = 16, 32
@@ -105,26 +105,27 @@ def ids(length: int) -> torch.Tensor:
     return torch.randint(WORDS, (2, length), generator=torch.Generator().manual_seed(length))
 
 
+def accumulated(reference: nn.Module, model: nn.Module, lengths: tuple[int, ...]) -> Errors:
+    """The errors of outputs at several lengths, and of the gradients that accumulate."""
+    errors: Errors = {}
+    for length in lengths:
+        due, got = reference(ids(length)), joined(model(ids(length)))
+        errors[f"at {length}"] = error(due, got)
+        for out in (due, got):
+            out.square().sum().backward()
+    return errors | compare_gradients(reference, model)
+
+
 def trained(mesh: DeviceMesh, sequence_parallel: bool, checkpointed: bool) -> Errors:
-    """Every way, at several lengths; gradients accumulate."""
+    """Every way that layers may be given the stream."""
     found = Findings()
     for way in WAYS:
         torch.manual_seed(0)
         reference = Model(way, checkpointed).double()
         model = copy.deepcopy(reference)
         tpplan.parallelize(model, plan(sequence_parallel), mesh)
-        for length in (8, 5, 3):
-            due, got = reference(ids(length)), full_with_grad(model(ids(length)))
-            found.add(f"{way} at {length}", error(due, full(got)))
-            for out in (due, got):
-                out.square().sum().backward()
-        found.add(way, compare_gradients(reference, model))
+        found.add(way, accumulated(reference, model, (8, 5, 3)))
     return found.errors
-
-
-def full_with_grad(t: Any) -> torch.Tensor:
-    made: torch.Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
-    return made
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -145,12 +146,7 @@ def compiled(mesh: DeviceMesh, sequence_parallel: bool, layers: bool) -> Errors:
         tpplan.parallelize(model, plan(sequence_parallel), mesh, prove=False)
         for module in model.blocks if layers else (model,):
             module.compile(backend="aot_eager")
-        for length in (8, 6):
-            due, got = reference(ids(length)), full_with_grad(model(ids(length)))
-            found.add(f"{way} at {length}", error(due, full(got)))
-            for out in (due, got):
-                out.square().sum().backward()
-        found.add(way, compare_gradients(reference, model))
+        found.add(way, accumulated(reference, model, (8, 6)))
     return found.errors
 
 

@@ -253,17 +253,13 @@ class Stream:
 
     def of_parts(self, part: torch.Tensor, dim: int) -> DTensor:
         """What leaves the model, of which this rank has a part along ``dim``."""
-        part, length = part.contiguous(), part.size(dim) * self.group.size
-        if torch.compiler.is_compiling():
-            return traced.whole_of(part, self.parted_anchor, length, dim)
-        return whole_of(part, self.parted, length, dim)
+        length = part.size(dim) * self.group.size
+        return _joined(part.contiguous(), (self.parted, self.parted_anchor), length, dim)
 
     def to_global(self, local: torch.Tensor, length: int, dim: int | None = None) -> DTensor:
         """The DTensor of global ``length`` along ``dim`` whose padded chunk is ``local``."""
         dim = self.dim if dim is None else dim
-        if torch.compiler.is_compiling():
-            return traced.whole_of(local, self.anchor, length, dim)
-        return whole_of(local, self.source, length, dim)
+        return _joined(local, (self.source, self.anchor), length, dim)
 
     def whole(self, x: DTensor, transition: Transition) -> torch.Tensor:
         """The full tensor of a DTensor stream, for code that is the same on every rank."""
@@ -281,6 +277,13 @@ class Stream:
             return False
         before, self._queue = self._queue, compat.queue_of(self.mesh.device_type)
         return before != self._queue
+
+
+def _joined(local: torch.Tensor, source: tuple[Source, Sharded], length: int, dim: int) -> DTensor:
+    """The tensor of which a rank has ``local``, of a source, which graphs know by its anchor."""
+    if torch.compiler.is_compiling():
+        return traced.whole_of(local, source[1], length, dim)
+    return whole_of(local, source[0], length, dim)
 
 
 def _is_around(outer: str, path: str) -> bool:

@@ -48,24 +48,20 @@ def bind_to_sizes(x: torch.Tensor) -> None:
         comptime(_compare_sizes_of_local)
 
 
+@functools.cache
 def bind_all_to_sizes(kind: type[torch.Tensor]) -> None:
     """Have every graph do so with what it is given of a kind, in whatever code."""
     from torch._dynamo.variables.builder import VariableBuilder
 
     wrap = there(VariableBuilder, "wrap_tensor")
-    if hasattr(wrap, "_tpplan_kinds"):
-        wrap._tpplan_kinds.add(kind)
-        return
-    kinds = {kind}
 
     @functools.wraps(wrap)
     def wrapping(self: Any, value: torch.Tensor) -> Any:
         made = wrap(self, value)
-        if type(value) in kinds:
+        if type(value) is kind:
             _compare_sizes(self.source, made.as_proxy().node.meta["example_value"])
         return made
 
-    wrapping._tpplan_kinds = kinds  # type: ignore[attr-defined]
     VariableBuilder.wrap_tensor = wrapping  # type: ignore[method-assign]
 
 
