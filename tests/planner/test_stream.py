@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import tpplan
 from tests.planner.helpers import WIDTH, Layer, Stack, refused, wrong
@@ -145,6 +146,44 @@ def test_a_stream_given_twice_is_refused_on_rows() -> None:
         Collecting(lambda _: Twice()), {}, True
     )
     assert not wrong(Collecting(lambda _: Twice()), {}, False)
+
+
+class Residual(Layer):
+    """Gives the stream beside what the next layer adds to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        residual = x if residual is None else residual + x
+        return self.out(self.fc(self.norm(residual)).relu()), residual
+
+
+class Listing(Residual):
+    """Gives the stream beside all that it was."""
+
+    def forward(self, x: torch.Tensor, states: Any = ()) -> Any:
+        x, _ = super().forward(x)
+        return x, (*states, x)
+
+
+class Both(Stack):
+    """Its layers give more than the stream."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        others: Any = ()
+        for layer in self.layers:
+            x, *others = layer(x, *others)
+        return torch.stack([x, *tree_leaves(others)]).sum(0)
+
+
+@pytest.mark.parametrize("make", [Residual, Listing])
+def test_of_layers_that_give_more_the_norms_are_the_stack(make: Any) -> None:
+    rules = {"layers.*.norm": "sequence_parallel"}
+    said = refused(Both(lambda _: make()), rules, True)
+    assert "inside of its layers in one 'layers:', 'layers.*.norm', or turn" in said
+    assert not wrong(Both(lambda _: make()), rules, True, layers="layers.*.norm")
 
 
 class Doing(Layer):

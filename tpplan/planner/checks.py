@@ -14,6 +14,7 @@ from tpplan.observe.trace import Trace
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.flow import Flow
 from tpplan.planner.match import fold, folded, nearly
+from tpplan.planner.stacks import hint_instead
 from tpplan.styles import Style, for_parameters, named
 from tpplan.styles.attention import ATTENTION
 from tpplan.styles.colwise import COLWISE
@@ -334,11 +335,12 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
     complaints.by_rule(own, f"{move}{whole} to run it on all positions; or {off}")
     complaints.by_rule(along, f"{hint}; or {off}")
     _check_torn_stream(flow, off, complaints)
+    norms = [path for path, rule in rules.items() if named(rule.style) is SEQUENCE_PARALLEL]
     for paths, message, hint in (
         (
             flow.escaping,
             "gives out more of the sequence-sharded stream than the stream itself",
-            off,
+            hint_instead(flow.escaping, norms),
         ),
         (
             [path for path, _ in sorted(flow.whole & flow.streamed)],

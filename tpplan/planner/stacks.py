@@ -48,15 +48,24 @@ def say_none_found(
     inside = [p for p in reversed(called) if p in norms and _numbered_around(p) in layers]
     hint = f"name it with 'layers:', or {_OFF}"
     if inside and not any(stream_of(trace, called[path]) for path in layers):
-        hint = (
-            "its layers are not given the stream, or do not give it on: name what runs on rows "
-            f"inside of them in one 'layers:', {_patterns(inside)}, or {_OFF}"
-        )
+        hint = "its layers are not given the stream, or do not give it on: "
+        hint += f"{_naming(inside)}, or {_OFF}"
     elif layers:
         stack = dict.fromkeys(f"{path.rpartition('.')[0]}.*".lstrip(".") for path in layers)
         hint = f"name it, 'layers: {next(iter(stack))}', or {_OFF}"
     message = "no layer stack was found for the sequence-sharded stream"
     complaints.about(None, [""], message, hint)
+
+
+def hint_instead(layers: Iterable[str], norms: Iterable[str]) -> str:
+    """What may be written where layers of the stack give on other things than the stream alone."""
+    around = tuple(f"{path}." for path in layers)
+    inside = [path for path in norms if path.startswith(around)]
+    return f"{_naming(inside)}, or {_OFF}" if inside else _OFF
+
+
+def _naming(norms: Iterable[str]) -> str:
+    return f"name what runs on rows inside of its layers in one 'layers:', {_patterns(norms)}"
 
 
 def _numbered_around(path: str) -> str:
