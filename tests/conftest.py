@@ -32,7 +32,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests that cost much a run takes one of twenty-four, or of as many as they say.
+    """Of tests that cost much a run takes one of forty-eight, or of as many as they say.
 
     Those are the tests on real ranks, those in all combinations of tp and mode, and those marked
     ``turns``: together nearly all of the suite's time, and what one of them proves rarely fails
@@ -59,4 +59,4 @@ def _ways(item: Any) -> int:
     if turns is not None:
         return int(turns.args[0])
     marks = {mark.args[0] for mark in item.iter_markers("parametrize")}
-    return 24 if "ranks" in item.fixturenames or {"tp", "sp"} <= marks else 1
+    return 48 if "ranks" in item.fixturenames or {"tp", "sp"} <= marks else 1

@@ -62,7 +62,7 @@ def built(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.turns(32)
+@pytest.mark.turns(64)
 @pytest.mark.parametrize(
     "name", [name for name in zoo.CAUSAL if class_of(name) in plans() and name not in NOT_ALONE]
 )

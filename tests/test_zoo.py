@@ -1,6 +1,6 @@
 """Every shipped plan on the models it lists: proved on simulated ranks.
 
-There are four ways to run each model (tp 2 and 4, TP and TP+SP). A run of the suite takes one of 64
+There are four ways to run each model (tp 2 and 4, TP and TP+SP). A run of the suite takes one of 128
 of all of them, in turn; ``make zoo`` takes them all.
 """
 
@@ -61,7 +61,7 @@ ROUNDED = {"apertus": 10, "hy_v4": 12, "xlstm": 12}
 SEEDS = {"bailing_hybrid": 3, "deepseek_v4": 2}
 
 
-@pytest.mark.turns(64)
+@pytest.mark.turns(128)
 @pytest.mark.parametrize(("name", "tp", "sp"), ways(listed()))
 def test_proved(name: str, tp: int, sp: bool) -> None:
     model = zoo.tiny(name, SEEDS[name]) if name in SEEDS else zoo.makers()[name]()

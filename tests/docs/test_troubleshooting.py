@@ -62,7 +62,7 @@ def test_there_are_many() -> None:
     assert {file.partition("/")[0] for file in (s.file for s in DEMANDED.values())} == set(ROOMS)
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(32)
 @pytest.mark.parametrize("heading", HEADINGS)
 def test_every_entry_is_said(heading: str) -> None:
     """The longest constant part of each of its messages is in the source."""

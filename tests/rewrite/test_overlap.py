@@ -20,7 +20,7 @@ WAYS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.turns(128)
+@pytest.mark.turns(256)
 @pytest.mark.parametrize(("name", "tp", "sp"), ways(listed()))
 def test_every_plan(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     results = ranks.run(tp, shipped.ways_job, name, shipped.compiled(name, tp, sp))

@@ -37,7 +37,7 @@ def compiled(mesh: DeviceMesh, sequence_parallel: bool, warm: bool) -> Errors:
     ("sequence_parallel", "warm"),
     [
         # every day: one line that TorchDynamo cannot trace breaks all of them
-        pytest.param(True, False, id="TP+SP-first call", marks=pytest.mark.turns(1)),
+        pytest.param(True, False, id="TP+SP-first call", marks=pytest.mark.turns(4)),
         pytest.param(True, True, id="TP+SP-after an eager call", marks=pytest.mark.turns(8)),
         pytest.param(False, False, id="TP-first call", marks=pytest.mark.turns(8)),
         pytest.param(False, True, id="TP-after an eager call", marks=pytest.mark.turns(8)),

@@ -52,7 +52,7 @@ def step_job(mesh: DeviceMesh, name: str, sp: bool) -> list[tuple[Any, ...]]:
     return sent(recorder.collectives)
 
 
-@pytest.mark.turns(128)
+@pytest.mark.turns(256)
 @pytest.mark.parametrize(("name", "tp", "sp"), ways(listed()))
 def test_what_is_predicted_is_sent(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     model = built(name)

@@ -21,7 +21,7 @@ PROVED = (
 )
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", PROVED)
 def test_proved_without_a_line_by_hand(name: str) -> None:
     model = table.EXAMINED[name]

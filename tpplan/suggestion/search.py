@@ -1,13 +1,14 @@
 """The search: variants are proposed, and the compiler's proof takes or refuses them.
 
-Each sharded region is tried by itself first, with all else whole; then all of them together, in
-plain tensor parallelism and with the stream sharded along the sequence. What is refused goes to
-its next variant: the one that the diagnostic's line is of.
+What seems best is tried for the whole model. Where that is refused, each sharded region is tried by
+itself, with all else whole; then all of them together, in plain tensor parallelism and with the
+stream sharded along the sequence. What is refused goes to its next variant: the one that the
+diagnostic's line is of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tpplan.models import RUNNABLE
 from tpplan.observe.mates import LISTS
 from tpplan.planner import compile_plan
 from tpplan.planner.known import Known
+from tpplan.planner.match import folded
 from tpplan.proof import prove
 from tpplan.styles import named
 from tpplan.styles.attention import ATTENTION
@@ -68,14 +70,10 @@ class Search:
         Raises:
             PlanError: where even what is left cannot be proved.
         """
+        self.say("trying what seems best")
         # what is left whole is held whole where it is tried, for which a model can be too large
-        regions = [slot for slot in self.anatomy.slots if slot.region]
-        regions.sort(key=lambda slot: not slot.stacked)  # they are sharded where others are tried
-        for slot in regions if size_of(self.model) <= RUNNABLE else ():
-            self.settle_alone(slot)
-        for slot in [s for s in regions if s.left_whole]:
-            if not all(other.left_whole for other in regions):
-                self._settle_beside(slot)
+        if size_of(self.model) <= RUNNABLE and not self.holds(self.decisions(), False):
+            self._settle_regions()
         self._settle(False)
         self._go_back(False)
         self._sum_up()
@@ -211,6 +209,29 @@ class Search:
 
     # --- one region
 
+    def _settle_regions(self) -> None:
+        """Each by itself; those that differ by numbers alone, as a list's, together if they can."""
+        regions = [slot for slot in self.anatomy.slots if slot.region]
+        regions.sort(key=lambda slot: not slot.stacked)  # they are sharded where others are tried
+        alike: dict[str, list[Slot]] = {}
+        for slot in regions:
+            alike.setdefault(folded(slot.name), []).append(slot)
+        for slots in alike.values():
+            if len(slots) == 1 or not self._hold_alone(slots):
+                for slot in slots:
+                    self.settle_alone(slot)
+        for slot in [s for s in regions if s.left_whole]:
+            if not all(other.left_whole for other in regions):
+                self._settle_beside(slot)
+
+    def _hold_alone(self, slots: Sequence[Slot]) -> bool:
+        """Whether regions are proved where all else is whole."""
+        self.say(f"trying {folded(slots[0].name)}")
+        decisions = self.others(*slots)
+        for slot in slots:
+            decisions.update(slot.decisions())
+        return self.holds(decisions, False)
+
     def settle_alone(self, slot: Slot) -> None:
         """Go to the first variant of a region that is proved where all else is whole."""
         self.say(f"trying {slot.name}")
@@ -230,22 +251,23 @@ class Search:
                 return
         slot.at = taken
 
-    def others(self, slot: Slot, settled: bool = False) -> dict[str, Decision]:
-        """All but a region, whole.
+    def others(self, *slots: Slot, settled: bool = False) -> dict[str, Decision]:
+        """All but some regions, whole.
 
         Args:
             settled: whether those that were settled are as they were taken.
         """
         found: dict[str, Decision] = {}
+        own = frozenset[str]().union(*(slot.paths for slot in slots))
         for other in self.anatomy.slots:
             taken = other.stacked or (settled and other.region and not other.left_whole)
-            if other is not slot and taken:
+            if other not in slots and taken:
                 found.update(other.decisions())  # experts that are whole hang on numbers
-            elif other is not slot:
-                # of what is around them, which may be around this one too, nothing is said
+            elif other not in slots:
+                # of what is around them, which may be around these too, nothing is said
                 roles = [r for r, d in other.variants[0].items() if not named(d.style).heads]
                 held = {p for role in roles or other.variants[-1] for p in other.members[role]}
-                found.update(dict.fromkeys(held - slot.paths, WHOLE))
+                found.update(dict.fromkeys(held - own, WHOLE))
         return found
 
     # --- all of them
