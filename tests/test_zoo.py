@@ -1,7 +1,7 @@
 """Every shipped plan on the models it lists: proved on simulated ranks.
 
-There are four ways to run each model (tp 2 and 4, TP and TP+SP). A run of the suite takes one of 128
-of all of them, in turn; ``make zoo`` takes them all.
+There are four ways to run each model (tp 2 and 4, TP and TP+SP). A run of the suite takes one of
+128 of all of them, in turn; ``make zoo`` takes them all.
 """
 
 from __future__ import annotations
