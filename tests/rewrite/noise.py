@@ -38,6 +38,13 @@ EVERY: dict[str, Draw] = {
     "each, in place": lambda x: x * torch.empty_like(x).bernoulli_(0.5),
     "each, alike": lambda x: x * torch.rand_like(x),
     "of ones": lambda x: x * F.dropout(torch.ones(1).expand(x.shape), 0.5),
+    "far out": lambda x: x + torch.empty_like(x).cauchy_().tanh(),
+    "above nothing": lambda x: x * torch.empty_like(x).log_normal_(),
+    "tries": lambda x: x / torch.empty_like(x).geometric_(0.5),
+    "yes or no": lambda x: x * torch.empty_like(x).random_(0, 2),
+    "counts": lambda x: x * torch.poisson(x.detach().abs()),
+    "counts of three": lambda x: x * torch.binomial(torch.full_like(x, 3), x.detach().sigmoid()),
+    "with its mask": lambda x: torch.native_dropout(x, 0.5, True)[0],
 }
 ON_STREAM = {
     **dict.fromkeys(ONE, True),
@@ -56,6 +63,7 @@ IN_REGION = {
     "tokens, of ones": True,
     "tokens, dropped out": True,
     "columns, dropped out": False,
+    "slopes": False,
 }
 DRAWS: dict[str, Draw] = {
     **ONE,
@@ -65,6 +73,7 @@ DRAWS: dict[str, Draw] = {
     "tokens, of ones": lambda x: x * F.dropout(torch.ones_like(x[:, :, :1]), 0.5),
     "tokens, dropped out": lambda x: F.dropout1d(x, 0.5),
     "columns, dropped out": lambda x: F.dropout1d(x.mT, 0.5).mT,
+    "slopes": lambda x: torch.rrelu(x - 1, training=True),
 }
 
 

@@ -30,8 +30,9 @@ POINTWISE = frozenset(
 # they draw for each element by itself
 DRAWING = frozenset(
     {
-        "bernoulli", "bernoulli_", "exponential_", "native_dropout", "normal_", "rand_like",
-        "randn_like", "random_", "uniform_",
+        "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_",
+        "log_normal_", "native_dropout", "normal_", "poisson", "rand_like", "randn_like", "random_",
+        "uniform_",
     }
 )  # fmt: skip
 # what they do along their ``dim`` (or ``dims``), they do at each place of the others by itself

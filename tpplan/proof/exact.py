@@ -95,6 +95,12 @@ _DRAWS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.uniform_: _filled,
     torch.Tensor.normal_: _filled,
     torch.Tensor.exponential_: _filled,
+    torch.Tensor.cauchy_: _filled,
+    torch.Tensor.log_normal_: _filled,
+    torch.Tensor.geometric_: lambda x, *_, **__: x.fill_(1),
+    torch.Tensor.random_: lambda x, *bounds, **_: x.fill_(bounds[0] if len(bounds) > 1 else 0),
+    torch.poisson: lambda rates, *_, **__: rates.detach().clone(),
+    torch.binomial: lambda count, odds, *_, **__: (count * odds).detach(),
     F.gumbel_softmax: _chosen,
     torch.normal: lambda mean, *_, **__: mean + 0.5,
 }
@@ -109,12 +115,18 @@ def _kept(
     return input
 
 
+def _with_mask(input: torch.Tensor, p: float, train: bool | None) -> Any:
+    """What a dropout that gives its mask as well is given, and that mask."""
+    return _kept(F.dropout, input, p, train is not False), torch.ones_like(input, dtype=torch.bool)
+
+
 def _rectified(
     input: torch.Tensor,
     lower: float = 1 / 8,
     upper: float = 1 / 3,
     training: bool = False,
     inplace: bool = False,
+    **_: Any,
 ) -> torch.Tensor:
     """By the mean of the slopes that are drawn, as in evaluation."""
     if training:
@@ -133,7 +145,12 @@ _IN_TRAINING: Mapping[Any, Callable[..., Any]] = {
         torch.alpha_dropout_,
         *CHANNELS,
     )
-} | {F.rrelu: _rectified}
+} | {
+    F.rrelu: _rectified,
+    torch.rrelu: _rectified,
+    torch.rrelu_: functools.partial(_rectified, inplace=True),
+    torch.native_dropout: _with_mask,
+}
 
 
 class _Exact(TorchFunctionMode):
