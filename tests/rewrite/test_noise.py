@@ -100,3 +100,24 @@ def test_where_the_sequence_comes_first(name: str, inside: bool, sp: bool) -> No
     model = Noisy(lambda: Layer(TIME_FIRST[name], inside)).train()
     plan = {**plan_of(False), "sequence_dim": 0}
     tpplan.check(model, plan, 2, sp, inputs=torch.randn(6, 4, WIDTH))
+
+
+class Labelled(Noisy):
+    """Some samples lose their label in training (Ho & Salimans 2022)."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Layer(DRAWS["each"], True))
+        self.table = nn.Embedding(4, WIDTH)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        if self.training:
+            labels = torch.where(torch.rand(len(labels)) < 0.5, 3, labels)
+        return super().forward(x + self.table(labels)[:, None])
+
+
+@MODES
+def test_labels_that_are_dropped(sp: bool) -> None:
+    plan = plan_of(False)
+    plan = {**plan, "rules": {**plan["rules"], "table": "replicate"}}
+    inputs = {"x": torch.randn(2, 6, WIDTH), "labels": torch.tensor([1, 2])}
+    tpplan.check(Labelled().train(), plan, 2, sp, inputs=inputs)

@@ -120,7 +120,8 @@ class Noise:
         if math.prod(extent) == 1:
             return True
         dim = self._cut_in_region(shape) if kind == "region" else self._cut_in_stream(shape)
-        return dim is not None and _aligned(extent, len(shape))[dim] == 1
+        # what has too few dimensions has nothing that is cut: a label for each sample
+        return dim is not None and (dim >= len(shape) or _aligned(extent, len(shape))[dim] == 1)
 
     def _cut_in_stream(self, shape: tuple[int, ...]) -> int:
         if len(shape) == self.dim + 1:
