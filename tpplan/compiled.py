@@ -217,6 +217,7 @@ class ModulePlan:
             every rank, each of which sends the same gradient back into the block.
         handed: where, in what it gives, is a rank's part of what leaves the model, and the
             dimension that is cut.
+        given: of the model itself: what it is given of which each rank has a part of the gradient.
         kept: attributes in which it keeps a rank's part of something, or what has a part of its
             gradient on each rank; whether it is only the gradient.
         summed: of a module that multiplies by its own cut parameters.
@@ -256,6 +257,7 @@ class ModulePlan:
     spread: Spread | None = None
     escaping: tuple[Place, ...] = ()
     handed: tuple[tuple[Place, int], ...] = ()
+    given: tuple[Argument, ...] = ()
     kept: tuple[tuple[str, bool], ...] = ()
     summed: Summed | None = None
     thin: ThinExperts | None = None

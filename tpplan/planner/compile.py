@@ -28,7 +28,7 @@ from tpplan.planner.causes import Causes, led
 from tpplan.planner.closures import led_by_closures
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.experts import block_rules, blocks, escapes, hide
-from tpplan.planner.flow import Flow
+from tpplan.planner.flow import Flow, given_in_parts
 from tpplan.planner.kept import kept_parts
 from tpplan.planner.kernels import implementations
 from tpplan.planner.known import Known
@@ -234,8 +234,8 @@ class _Compiler(Outcome):
         findings = *before, self.elements, *after, drawn, dropouts(self.model), self.spreads
         trained = Walk(drawing, *findings).run()
         self.draws = trained.draws
-        apart = {path for paths in self.together.values() for path in paths}
-        apart.update(self.elements if self.sequence_parallel else ())
+        self.given = given_in_parts((self.flow, trained), self.sequence_parallel)
+        apart = set(self.elements if self.sequence_parallel else ()).union(*self.together.values())
         flows = (self.trace, self.flow), (drawing, trained)
         self.kept = kept_parts(flows, self.boundaries, apart, self.escaping)
         self.ran = ran_in((self.trace, drawing), self.elements)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from tpplan.compat import Site
 from tpplan.compiled import Detour
+from tpplan.places import Argument
 
 
 @dataclass
@@ -16,6 +17,7 @@ class Flow:
     Attributes:
         in_region, on_stream, elsewhere: parameter names by what they met: sharded activations, a
             rank's rows of the stream, what is whole.
+        given: what the model is given, by what it met: the same three.
         users: of parameters, the modules that compute with them, by whether that is in a region.
         unsharded: row-parallel layers whose input is whole.
         twice: column-parallel layers and heads whose input is already sharded, and the layers
@@ -49,6 +51,9 @@ class Flow:
     in_region: set[str] = field(default_factory=set)
     on_stream: set[str] = field(default_factory=set)
     elsewhere: set[str] = field(default_factory=set)
+    given: tuple[set[Argument], set[Argument], set[Argument]] = field(
+        default_factory=lambda: (set(), set(), set())
+    )
     users: dict[tuple[str, bool], str] = field(default_factory=dict)
     unsharded: list[str] = field(default_factory=list)
     twice: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -77,3 +82,12 @@ class Flow:
     def note_drawing(self, path: str, site: Site, kinds: Set[str]) -> None:
         """A module's code draws random numbers, for these."""
         self.draws.setdefault(path, {}).setdefault(site, set()).update(kinds)
+
+
+def given_in_parts(flows: Iterable[Flow], sequence_parallel: bool) -> tuple[Argument, ...]:
+    """What the model is given of which each rank has a part of the gradient, in all its uses."""
+    columns, rows, whole = (
+        set[Argument]().union(*met) for met in zip(*(flow.given for flow in flows), strict=True)
+    )
+    found = (columns | rows) - whole if sequence_parallel else columns - rows - whole
+    return tuple(sorted(found, key=str))

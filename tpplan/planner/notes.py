@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Set
 
 from tpplan.compiled import Boundary, Element, Spread
 from tpplan.observe.positions import acts_on_each
 from tpplan.observe.trace import Call, Op, Trace
+from tpplan.places import Argument
 from tpplan.planner.flow import Flow
 from tpplan.planner.infer import nearest
 from tpplan.planner.noise import Noise
@@ -36,6 +38,35 @@ class Notes:
     trained: set[int]
     flat: set[int]
     maker: dict[int, str]
+
+    @functools.cached_property
+    def given(self) -> dict[int, frozenset[Argument]]:
+        """Numbers that the model is given, and what is made of them alone."""
+        found: dict[int, frozenset[Argument]] = {}
+        for call in self.trace.calls:
+            for number, arguments in {**call.nested, **call.arguments}.items():
+                if call.parent is None and number in self.trace.floating:
+                    found[number] = found.get(number, frozenset()) | {*arguments}
+        return found
+
+    def note_given(self, op: Op, data: Iterable[int], *entered: Set[int | None]) -> None:
+        """What of that meets what ranks share out, and what meets what is whole."""
+        known = *entered, self.region, self.stream, self.trained
+        numbers = [n for n in data if n in self.given and not any(n in found for found in known)]
+        if not numbers:
+            return
+        arguments = frozenset[Argument]().union(*(self.given[n] for n in numbers))
+        columns, rows, whole = self.flow.given
+        stacked = any(c.path in self.elements for c in self.trace.ancestors(op.call))
+        if not self.region.isdisjoint(op.outputs):
+            columns |= arguments
+        elif stacked and not self.stream.isdisjoint(op.outputs):
+            rows |= arguments
+        elif not self.trained.isdisjoint(op.outputs) or not self.stream.isdisjoint(op.outputs):
+            whole |= arguments
+        else:
+            made = self.trace.floating.intersection(op.outputs)
+            self.given.update((n, self.given.get(n, frozenset()) | arguments) for n in made)
 
     def weights_of(self, numbers: Iterable[int]) -> frozenset[str]:
         """The parameters that tensors are made of which are made of nothing else."""

@@ -86,6 +86,7 @@ class Outcome:
     elements: Mapping[str, Element]
     together: Mapping[str, tuple[str, ...]]
     draws: Mapping[str, Mapping[Site, set[str]]]
+    given: tuple[Argument, ...]
     ran: Mapping[str, str]
     read: set[str]
     probed: Mapping[str, Finding]
@@ -231,6 +232,7 @@ class Outcome:
                 partial=path in self.partial,
                 escaping=self.escaping.get(path, ()),
                 handed=self.handed.get(path, ()),
+                given=() if path or self.tp == 1 else self.given,
                 kept=self.kept.get(path, ()),
                 thin=self.sizes.stacked[path].thin if path in self.sizes.stacked else None,
                 dispatched=self.sizes.over_ep(path) is not None,

@@ -151,16 +151,21 @@ class Sizes:
         for name, rule in self.complaints.matches.parameters.items():
             packed = rule.options.get("packed")
             if isinstance(packed, Mapping) and "sizes" in packed:
-                rows = self._sized_rows(name, rule, self.model.get_parameter(name), misfits)
+                rows = self.sized_rows(name, rule, self.model.get_parameter(name), misfits)
                 if rows is not None:
                     self.parameters[name] = rows
 
-    def _sized_rows(
-        self, name: str, rule: Rule, held: torch.Tensor, misfits: Misfits
+    def sized_rows(
+        self, name: str, rule: Rule, held: torch.Tensor, misfits: Misfits, dim: int | None = None
     ) -> Rows | None:
-        """What each rank has of a tensor in parts of stated sizes; None where that was refused."""
+        """What each rank has of a tensor in parts of stated sizes; None where that was refused.
+
+        Args:
+            dim: along which they lie, where it is not the rule that says it.
+        """
         parts = self.geometry.sized(rule, name.rpartition(".")[0])
-        dim = int(rule.options.get("dim", 0)) % held.dim()  # type: ignore[call-overload]
+        if dim is None:
+            dim = int(rule.options.get("dim", 0)) % held.dim()  # type: ignore[call-overload]
         total = sum(part.size for part in parts)
         if total != held.shape[dim]:
             said = f"packed: the parts are {total}, not the {held.shape[dim]}"
@@ -183,7 +188,7 @@ class Sizes:
             held, packed = self.model.get_buffer(name), rule.options.get("packed")
             rows: Placement | None
             if isinstance(packed, Mapping) and "sizes" in packed:
-                rows = self._sized_rows(name, rule, held, misfits)
+                rows = self.sized_rows(name, rule, held, misfits)
             else:
                 try:
                     rows = style.place(held, rule, self.tp)

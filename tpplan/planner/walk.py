@@ -353,6 +353,7 @@ class Walk(Notes):
             self.on_spread(op, around)
         if weights or any(n in self.trained for n in data):
             self.trained.update(n for n in op.outputs if n in self.trace.floating)
+        self.note_given(op, data, {*entries}, cut)
 
     def note_weights(
         self, weights: Set[str], region: bool, stream: bool, around: list[Call]

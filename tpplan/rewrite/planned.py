@@ -22,6 +22,7 @@ from tpplan.roles.draws import Draws
 from tpplan.roles.entry import Entry
 from tpplan.roles.experts import Escaping
 from tpplan.roles.fused import ROLES, Around, Swapped, common, partner_of
+from tpplan.roles.given import Given
 from tpplan.roles.handing import Handing
 from tpplan.roles.heads import HeadInputs, OwnBuffers, keep_own
 from tpplan.roles.kept import Keeping
@@ -195,6 +196,7 @@ def roles_of(
     """
     around = {
         Keeping: plan.kept,
+        Given: plan.given,
         Widened: plan.widened,
         Container: plan.container,
         Draws: plan.draws is not None,

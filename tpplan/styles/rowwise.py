@@ -99,6 +99,13 @@ class Rowwise(Style):
         if width % tp:
             said = f"{rule.style}: tp {tp} does not divide its {width} inputs"
             misfits.setdefault(divisors(width), {})[path] = said
+        elif isinstance(packed, Mapping) and "sizes" in packed:
+            rows = sizes.sized_rows(f"{path}.weight", rule, weight, misfits, dim)
+            if rows is not None and rows.shared():
+                said = f"{rule.style}: packed: tp {tp} does not divide the units of each part"
+                misfits.setdefault("", {})[path] = said
+            elif rows is not None:
+                sizes.layouts[path] = rows
         elif isinstance(packed, Mapping):
             try:
                 sizes.layouts[path] = equal_parts(packed, width, tp, dim)

@@ -1,0 +1,90 @@
+"""What a model is given beside the stream, and what gradient it gets: angles, masks, conditions."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import tpplan
+from tests.compare import Errors, Findings, beyond, compare_gradients, error, joined
+from tests.planner.helpers import plan
+from tests.ranks import Ranks
+
+WIDTH, HEAD = 16, 4
+RULES = {
+    "layers.*.norm": "sequence_parallel",
+    "layers.*.fc": {"style": "colwise", "packed": ["q", "k", "v"]},
+    "layers.*.out": "rowwise",
+}
+
+
+class Turning(nn.Module):
+    """Attention with queries and keys turned by angles, and a number added to all its scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.fc, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, angles: Any, mask: torch.Tensor) -> torch.Tensor:
+        cos, sin = angles
+        parts = self.fc(self.norm(x)).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in parts)
+        q, k = (t * cos + t.flip(-1) * sin for t in (q, k))
+        scores = (q @ k.mT + mask).softmax(-1)
+        return x + self.out((scores @ v).transpose(1, 2).flatten(2))
+
+
+class Placed(nn.Module):
+    """Is given where its rows are, what they may see, and a scale for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Turning() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor, given: dict[str, torch.Tensor]) -> Any:
+        angles = at[:, None] * torch.arange(1.0, HEAD + 1, dtype=at.dtype)
+        for layer in self.layers:
+            x = layer(x, (angles.cos(), angles.sin()), given["mask"])
+        return x
+
+
+def inputs(length: int, grad: bool = False) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(length)
+
+    def drawn(*size: int) -> torch.Tensor:
+        made = torch.randn(*size, generator=generator, dtype=torch.float64)
+        return made.requires_grad_(grad)
+
+    return drawn(2, length, WIDTH), drawn(2, length, 1), {"mask": drawn(length, length)}
+
+
+def job(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
+    torch.manual_seed(0)
+    reference = Placed().double()
+    model = copy.deepcopy(reference)
+    tpplan.parallelize(model, plan(RULES), mesh, sequence_parallel, inputs=inputs(8))
+    found = Findings()
+    for length in (8, 5):
+        due, got = inputs(length, grad=True), inputs(length, grad=True)
+        outs = reference(*due), joined(model(*got))
+        found.add(f"{length}", error(*outs))
+        for out in outs:
+            out.square().sum().backward()
+        found.add(f"{length}: parameters", compare_gradients(reference, model))
+        tensors = zip((*due[:2], due[2]["mask"]), (*got[:2], got[2]["mask"]), strict=True)
+        for name, (theirs, ours) in zip(("x", "at", "mask"), tensors, strict=True):
+            assert theirs.grad is not None and ours.grad is not None
+            found.add(f"{length}: {name}", error(theirs.grad, ours.grad))
+    return found.errors
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
+def test_gradients(ranks: Ranks, sequence_parallel: bool, tp: int) -> None:
+    assert beyond(ranks.run(tp, job, sequence_parallel), 1e-12) == {}
