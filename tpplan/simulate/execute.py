@@ -31,7 +31,7 @@ from tpplan.rewrite import apply
 from tpplan.simulate.optimizers import take_step
 from tpplan.simulate.steps import Step
 from tpplan.simulate.tracker import Tracker
-from tpplan.simulate.values import CHOOSING, RealValues
+from tpplan.simulate.values import EACH, RealValues
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _executed(
                 kwargs = {"use_cache": False, **kwargs}
         lists = {path: shadow.get_submodule(path) for path in stacks}
         dimensions = {} if mesh is None else _dimensions(mesh, compiled)
-        tracker = Tracker(shadow, lists, dimensions, CHOOSING if spread else ())
+        tracker = Tracker(shadow, lists, dimensions, EACH if spread else ())
         stack.enter_context(quiet())
         stack.enter_context(RealValues(spread))
         stack.enter_context(tracker)

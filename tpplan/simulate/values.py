@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpplan.compat import FakeTensor, NeedsValuesError, Uncompiled, without_fakes
 from tpplan.simulate.recorder import tensors_in
@@ -24,6 +25,8 @@ CHOOSING = {
     _aten.max.dim: 1,
 }
 """Ops that say which entries are the largest -> the place of their dimension."""
+EACH = (*CHOOSING, _aten.zeros.default)
+"""Ops whose results are told apart by more than what they are given."""
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}
 _LARGEST = 2**20
 """Elements; what is larger (a mask for each pair of tokens) stays fake."""
@@ -43,6 +46,7 @@ class RealValues(Uncompiled):
     def __init__(self, spread: bool = False) -> None:
         super().__init__()
         self.spread = spread
+        self._zeros = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -51,6 +55,8 @@ class RealValues(Uncompiled):
         if any(isinstance(t, FakeTensor) for t in args):  # most ops
             if not self.spread:
                 return func(*args, **kwargs)
+            if func is _aten.scatter.value and args[0] in self._zeros:
+                return _marked(*args)
             args = _by_place(func, args)
             return _spread(func, args, kwargs, func(*args, **kwargs))
         given = tensors_in((args, kwargs))
@@ -65,11 +71,21 @@ class RealValues(Uncompiled):
             else:
                 made = tensors_in(out)
                 if not given and any(t.is_floating_point() for t in made):
+                    if func is _aten.zeros.default:
+                        self._zeros[out] = True
                     return out
             if any(t.numel() > _LARGEST for t in made):
                 return out
         with without_fakes():
             return func(*args, **kwargs)
+
+
+def _marked(zeros: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+    """Zeros with a number at some places: real where these are, for code counts them."""
+    if isinstance(index, FakeTensor) or zeros.numel() > _LARGEST:
+        return zeros.scatter(dim, index, value)
+    with without_fakes():
+        return torch.zeros(zeros.shape, dtype=zeros.dtype).scatter(dim, index, value)
 
 
 def _by_place(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
