@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tpplan
-from tests.planner.helpers import WIDTH, Layer, Stack, refused, wrong
+from tests.planner.helpers import WIDTH, Layer, Stack, refused, stream, wrong
 
 
 class Pair(NamedTuple):
@@ -298,3 +298,30 @@ def test_tokens_of_a_sequence_that_comes_first(tp: int) -> None:
     x = torch.randn(8, 2, WIDTH)
     found = tpplan.verify(Stack(lambda _: Adding()), plan, tp, inputs=x)
     assert found.gradient_error <= 1e-5
+
+
+class Turning(Stack):
+    """Holds tables in a list, and computes with what it keeps of them at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: Layer())
+        self.tables = [torch.linspace(0.5, 1, WIDTH), torch.linspace(1, 0.5, WIDTH)]
+        self.made: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> Any:
+        length = x.size(1)
+        if length not in self.made:
+            self.made[length] = sum(torch.outer(torch.ones(length), t) for t in self.tables) / 2
+        return super().forward(x * self.made[length].to(x.dtype))
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+def test_tables_in_a_list(sp: bool) -> None:
+    model = Turning()
+    assert not wrong(model, {}, sp)
+    assert not model.made
+
+
+def test_what_is_kept_of_the_first_call_is_no_other_structure() -> None:
+    plan = tpplan.suggest(Turning(), 2, stream(dtype=torch.float32))
+    assert {rule.style for rule in plan.rules} >= {"colwise", "rowwise"}

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map_only
 
 from tpplan.observe.channels import function_of
-from tpplan.observe.trace import Call, Numbered
+from tpplan.observe.trace import Call, Numbered, attributes_of
 from tpplan.observe.untouched import by_itself
 
 DROPOUT = nn.modules.dropout._DropoutNd
@@ -81,9 +82,11 @@ def twin_of(
 
 
 def held_by(module: nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors that a module itself holds: parameters, buffers and plain attributes."""
-    for table in (module._parameters, module._buffers, vars(module)):
-        yield from (value for value in table.values() if isinstance(value, torch.Tensor))
+    """The tensors that a module itself holds: parameters, buffers, attributes, what is in these."""
+    for table in (module._parameters, module._buffers):
+        yield from (value for value in table.values() if value is not None)
+    for _, value in attributes_of(module):
+        yield from (held for held in tree_leaves(value) if isinstance(held, torch.Tensor))
 
 
 def without_hooks(model: nn.Module) -> None:

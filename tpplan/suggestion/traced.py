@@ -63,8 +63,8 @@ def _stable(
     """The trace in evaluation, of a model that does the same under every seed, in training too."""
     found = None
     for training in (True, False) if again else (False,):
-        told = set()
-        for seed in _SEEDS if again else _SEEDS[:1]:
+        told = []
+        for seed in (_SEEDS[0], *_SEEDS) if again else _SEEDS[:1]:
             torch.manual_seed(seed)
             random.seed(seed)
             try:
@@ -73,8 +73,9 @@ def _stable(
                 raise
             except Exception as error:
                 raise _cannot_run(error) from error
-            told.add(tuple((op.name, found.calls[op.call].path) for op in found.ops))
-        if len(told) > 1:
+            told.append(tuple((op.name, found.calls[op.call].path) for op in found.ops))
+        # what a model computes once and keeps is in its first call alone
+        if len(set(told[1:])) > 1:
             when = "in training" if training else "in evaluation"
             message = f"the model does something else from call to call {when}"
             hint = "a plan is of one structure: switch off what drops or picks layers at random"
