@@ -109,7 +109,8 @@ class Container(Lowered):
         """Compare, at some calls, the ranks' batches, and where random numbers are drawn from.
 
         Raises:
-            RuntimeError: where they differ, or where gradients would, of parameters added since.
+            RuntimeError: where they differ, or where gradients would, of parameters added since;
+                where a column-parallel layer was replaced.
         """
         state = self._tpplan
         stream, dim = state.stream, state.stream.dim
@@ -121,6 +122,7 @@ class Container(Lowered):
             return
         if stream.sequence_parallel and torch.is_grad_enabled():
             _require_none_added(self, stream.group)
+        _require_none_replaced(self)
         site = Site(state.plan.path, "inputs of the ranks, compared", phase="startup")
         draws = self.training and draws_in_training(self)
         require_same_inputs(
@@ -169,6 +171,25 @@ def _require_none_added(container: nn.Module, group: Group) -> None:
                         "sequence parallelism each rank would have a part of its gradient: add it "
                         "before"
                     )
+
+
+def _require_none_replaced(container: nn.Module) -> None:
+    """That what a region enters by gives a rank's columns still: code of any width takes all."""
+    prefix = container._tpplan.plan.path  # type: ignore[union-attr]
+    for module in container.modules():
+        if not isinstance(module, Lowered):
+            continue
+        for path in {c for boundary in module._tpplan.plan.boundaries for c in boundary.consumers}:
+            try:
+                now = container.get_submodule(path.removeprefix(f"{prefix}." if prefix else ""))
+            except AttributeError:
+                continue
+            if not any(isinstance(inner, Lowered) for inner in now.modules()):
+                raise RuntimeError(
+                    f"{path}: this module was replaced after tpplan.parallelize, and what is there "
+                    "now would give all columns where each rank computes with its own: replace it "
+                    "before"
+                )
 
 
 def _is_over(parameter: torch.Tensor, group: Group) -> bool:
