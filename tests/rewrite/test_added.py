@@ -116,13 +116,16 @@ def swapped_job(mesh: DeviceMesh, sp: bool) -> Errors:
             setattr(holder, leaf, make(getattr(holder, leaf)).double().requires_grad_(not sp))
         return reference, model
 
-    _, model = put("layers.1.attn.k", lambda old: nn.Linear(WIDTH, old.weight.shape[0]))
-    message = ""
-    try:
-        model(ids(3))
-    except RuntimeError as error:
-        message = str(error)
-    found.add("refused", same("layers.1.attn.k: this module was replaced" in message))
+    for path, make, refused in (
+        ("layers.1.attn.k", lambda old: nn.Linear(WIDTH, old.weight.shape[0]), "would give all"),
+        ("layers.1.attn.q_norm", lambda _: nn.RMSNorm(4), "" if sp else "a part of its gradient"),
+    ):
+        reference, model = put(path, make)
+        try:
+            found.add(path, {**alike(reference, model), "accepted": same(not refused)})
+        except RuntimeError as error:
+            named = f"{path}: this module was replaced" in str(error)
+            found.add(f"{path} is refused", same(named and refused in str(error)))
     found.add("held by another", alike(*put("layers.1.attn.k", nn.Sequential)))
     found.add("a whole region", alike(*put("layers.1.attn", lambda _: nn.Linear(WIDTH, WIDTH))))
     return found.errors
