@@ -131,6 +131,7 @@ WHOLE: dict[str, Op] = {  # results are whole
     "max": lambda p, q: p.max(),
     "min of negative": lambda p, q: (-p.abs()).max(),
     "foreach max": lambda p, q: torch._foreach_max([-p.abs(), q]),
+    "foreach onto another shape": lambda p, q: torch._foreach_add([q.sum(0)], [p]),
     "norm": lambda p, q: p.norm(),
     "norm 1": lambda p, q: torch.linalg.vector_norm(p, 1),
     "norm 3": lambda p, q: torch.linalg.vector_norm(p, 3),
@@ -240,6 +241,8 @@ def test_refused() -> None:
         "plain tensor": lambda p: p.add_(values(1)),
         "plain tensor, out of place": lambda p: p + values(1),
         "foreach plain tensor": lambda p: torch._foreach_add_([p], [values(1)]),
+        "foreach onto plain": lambda p: torch._foreach_lerp_([values(1)], [p], 0.5),
+        "foreach of plain": lambda p: torch._foreach_add([values(1)], [p]),
         "other shape": lambda p: p.t_(),
         "squeezed": lambda p: p.unsqueeze_(0),
     }
@@ -247,8 +250,10 @@ def test_refused() -> None:
     def job(mesh: DeviceMesh) -> None:
         for name, op in refused.items():
             p, _ = pair(mesh, GROUPED)
-            with pytest.raises((RuntimeError, NotImplementedError)):
+            with pytest.raises((RuntimeError, NotImplementedError)) as caught:
                 op(p)
+            if "plain" in name:
+                assert "mixed torch.Tensor and DTensor" in str(caught.value), name
             assert p.shape == SHAPE, name
             assert torch.equal(p.full_tensor(), values(0)), name
 

@@ -102,6 +102,41 @@ def test_ways(ranks: Ranks, shape: str) -> None:
     assert not beyond(ranks.run(shape, ways_job))
 
 
+def swapped_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Layers of a region are replaced: refused where nothing else would be said, else right."""
+    found = Findings()
+
+    def put(path: str, make: Callable[[Any], nn.Module]) -> tuple[nn.Module, Any]:
+        reference = built()
+        model = sharded(reference, mesh, sp)
+        parent, _, leaf = path.rpartition(".")
+        for m in (reference, model):
+            torch.manual_seed(3)
+            holder = m.get_submodule(parent)
+            setattr(holder, leaf, make(getattr(holder, leaf)).double().requires_grad_(not sp))
+        return reference, model
+
+    for path, make, refused in (
+        ("layers.1.attn.k", lambda old: nn.Linear(WIDTH, old.weight.shape[0]), "would give all"),
+        ("layers.1.attn.q_norm", lambda _: nn.RMSNorm(4), "" if sp else "a part of its gradient"),
+    ):
+        reference, model = put(path, make)
+        try:
+            found.add(path, {**alike(reference, model), "accepted": same(not refused)})
+        except RuntimeError as error:
+            named = f"{path}: this module was replaced" in str(error)
+            found.add(f"{path} is refused", same(named and refused in str(error)))
+    found.add("held by another", alike(*put("layers.1.attn.k", nn.Sequential)))
+    found.add("a whole region", alike(*put("layers.1.attn", lambda _: nn.Linear(WIDTH, WIDTH))))
+    return found.errors
+
+
+@MODES
+@pytest.mark.turns(8)
+def test_replaced_in_a_region(ranks: Ranks, sp: bool) -> None:
+    assert not beyond(ranks.run(2, swapped_job, sp), TIGHT)
+
+
 class LowRank(nn.Module):
     """A weight and a product of two small matrices."""
 

@@ -197,7 +197,12 @@ def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
             return given
         return [_matched(t, origin) for t, origin in zip(given, first, strict=True)]
 
-    out = func(*map(aligned, args), **{key: aligned(value) for key, value in kwargs.items()})
+    given = [aligned(a) for a in args]
+    named = {key: aligned(value) for key, value in kwargs.items()}
+    if any(isinstance(t, RowsTensor) for t in tree_leaves((given, named))):
+        # beside one of another shape, or a plain one, of which torch says that it does not mix them
+        return _on_whole(func, args, kwargs)
+    out = func(*given, **named)
     if not isinstance(out, list | tuple):
         return out
     made = zip(out, twins, first, strict=True)

@@ -88,6 +88,7 @@ class Stream:
             with; None where none runs, or nothing is cut.
         whole_results: whether the user is given full tensors only, no sharded logits.
         hands_on: whether who calls the modules is to be given the stream in its global form.
+        summed: the paths of modules of which, in TP, each rank has a part of the gradients.
         randomness: the random sequences of this rank.
         source: of the stream in its global form; anchor: a tensor that has it.
         parted: of what else leaves the model, of which each rank has a part; with an anchor too.
@@ -111,6 +112,7 @@ class Stream:
         self.sequence_parallel = sequence_parallel
         self.dim = dim
         self.whole_results = True
+        self.summed: tuple[str, ...] = ()
         self.saves_rows = saves_rows
         self.recomputed = frozenset(recomputed)
         self.pieces = pieces

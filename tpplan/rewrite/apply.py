@@ -95,6 +95,8 @@ def _shard(
         for plan in compiled.modules.values()
         if named(plan.style).vocabulary
     )
+    if not compiled.sequence_parallel:
+        stream.summed = tuple(path for path in compiled.modules if _is_summed(compiled, path))
     installed: dict[str, nn.Parameter] = {}
     entries: dict[tuple[int | str, ...], Entry] = {}
     styles: dict[str, Any] = {
@@ -107,6 +109,12 @@ def _shard(
         if isinstance(module, OwnMembers):
             module._tpplan_join()
     _move_buffers(model, mesh.device_type)
+
+
+def _is_summed(compiled: CompiledPlan, path: str) -> bool:
+    """Whether each rank has a part of the gradient of some parameter of the module."""
+    names = (f"{path}.{leaf}".lstrip(".") for leaf in compiled.modules[path].parameters)
+    return any(compiled.parameter(name).summed for name in names)
 
 
 def _move_buffers(model: nn.Module, device_type: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan import compat
-from tpplan.comm import Group, Site, split
+from tpplan.comm import Site, split
 from tpplan.comm.agreement import require_same_inputs
 from tpplan.comm.conjugates import join
 from tpplan.comm.placements import is_cut
@@ -20,6 +20,7 @@ from tpplan.comm.sharded import Parted, Window
 from tpplan.comm.stream import Parts
 from tpplan.places import at, taken, tensors_in, with_at
 from tpplan.roles.draws import draws_in_training
+from tpplan.roles.later import require_none_added, require_none_replaced
 from tpplan.roles.logits import Logits
 from tpplan.roles.lowered import Lowered, looks
 from tpplan.roles.members import called, hand_over_late, members_of, prepare
@@ -78,7 +79,7 @@ class Container(Lowered):
         if not torch.compiler.is_compiling():
             self._check(args, kwargs)
         elif stream.sequence_parallel and torch.is_grad_enabled():
-            _require_none_added(self, stream.group)
+            require_none_added(self, stream.group)
         if stream.moved():
             for _, own in members_of(self):
                 own.drop()
@@ -109,7 +110,8 @@ class Container(Lowered):
         """Compare, at some calls, the ranks' batches, and where random numbers are drawn from.
 
         Raises:
-            RuntimeError: where they differ, or where gradients would, of parameters added since.
+            RuntimeError: where they differ, or where gradients would, of parameters added since;
+                where what a region consists of was replaced.
         """
         state = self._tpplan
         stream, dim = state.stream, state.stream.dim
@@ -120,7 +122,8 @@ class Container(Lowered):
         if not state.schedule.due((self.training, torch.is_grad_enabled(), one)):
             return
         if stream.sequence_parallel and torch.is_grad_enabled():
-            _require_none_added(self, stream.group)
+            require_none_added(self, stream.group)
+        require_none_replaced(self, stream.group)
         site = Site(state.plan.path, "inputs of the ranks, compared", phase="startup")
         draws = self.training and draws_in_training(self)
         require_same_inputs(
@@ -144,39 +147,6 @@ class Container(Lowered):
         if not stream.whole_results and is_cut(x, x.dim() - 1):
             return x
         return x.full_tensor()
-
-
-def _require_none_added(container: nn.Module, group: Group) -> None:
-    """That what is to be trained in the layers, where each rank has its rows, was in the plan."""
-    for element in container.modules():
-        if not isinstance(element, InStack):
-            continue
-        computed: set[nn.Module] = set()  # parametrizations of what is sharded meet whole weights
-        for path, module in element.named_modules():
-            own: tuple[str, ...] = ()
-            if isinstance(module, Lowered):
-                # which uses, or refuses, what is put in the place of its own
-                own = module._tpplan.own.names
-                tables = getattr(module, "parametrizations", {})
-                computed.update(m for name in own if name in tables for m in tables[name].modules())
-            if module in computed:
-                continue
-            for leaf, p in module.named_parameters(recurse=False):
-                if p.requires_grad and leaf not in own and not _is_over(p, group):
-                    name = ".".join(filter(None, (element._tpplan.plan.path, path, leaf)))
-                    raise RuntimeError(
-                        f"{name}: this parameter was added after tpplan.parallelize, and under "
-                        "sequence parallelism each rank would have a part of its gradient: add it "
-                        "before"
-                    )
-
-
-def _is_over(parameter: torch.Tensor, group: Group) -> bool:
-    """Whether the ranks share it; FSDP2 has others share it too."""
-    if not isinstance(parameter, DTensor):
-        return False
-    mesh = parameter.device_mesh
-    return any(mesh.get_group(i).group_name == group.name for i in range(mesh.ndim))
 
 
 def _converted(value: Any, convert: Callable[[DTensor], torch.Tensor]) -> Any:
