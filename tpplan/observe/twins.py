@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.observe.channels import function_of
 from tpplan.observe.trace import Call, Numbered, attributes_of
