@@ -41,14 +41,18 @@ class Turning(nn.Module):
 
 
 class Placed(nn.Module):
-    """Is given where its rows are, what they may see, and a scale for all of them."""
+    """Is given where its rows are, and what they may see.
 
-    def __init__(self) -> None:
+    ``heads``: for how many heads it makes angles of their own.
+    """
+
+    def __init__(self, heads: int) -> None:
         super().__init__()
+        self.scales = torch.linspace(1, 2, heads)[:, None, None]
         self.layers = nn.ModuleList(Turning() for _ in range(2))
 
     def forward(self, x: torch.Tensor, at: torch.Tensor, given: dict[str, torch.Tensor]) -> Any:
-        angles = at[:, None] * torch.arange(1.0, HEAD + 1, dtype=at.dtype)
+        angles = at[:, None] * self.scales * torch.arange(1.0, HEAD + 1, dtype=at.dtype)
         for layer in self.layers:
             x = layer(x, (angles.cos(), angles.sin()), given["mask"])
         return x
@@ -64,11 +68,13 @@ def inputs(length: int, grad: bool = False) -> tuple[Any, ...]:
     return drawn(2, length, WIDTH), drawn(2, length, 1), {"mask": drawn(length, length)}
 
 
-def job(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
+def job(mesh: DeviceMesh, sequence_parallel: bool, heads: int) -> Errors:
     torch.manual_seed(0)
-    reference = Placed().double()
+    reference = Placed(heads).double()
     model = copy.deepcopy(reference)
-    tpplan.parallelize(model, plan(RULES), mesh, sequence_parallel, inputs=inputs(8))
+    cut: dict[str, Any] = {"layers.*": {"style": "attention", "head_inputs": {"angles": 1}}}
+    rules = RULES | (cut if heads > 1 else {})
+    tpplan.parallelize(model, plan(rules), mesh, sequence_parallel, inputs=inputs(8))
     found = Findings()
     for length in (8, 5):
         due, got = inputs(length, grad=True), inputs(length, grad=True)
@@ -86,5 +92,6 @@ def job(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
-def test_gradients(ranks: Ranks, sequence_parallel: bool, tp: int) -> None:
-    assert beyond(ranks.run(tp, job, sequence_parallel), 1e-12) == {}
+@pytest.mark.parametrize("heads", [1, WIDTH // HEAD], ids=["for all heads", "for each head"])
+def test_gradients(ranks: Ranks, heads: int, sequence_parallel: bool, tp: int) -> None:
+    assert beyond(ranks.run(tp, job, sequence_parallel, heads), 1e-12) == {}

@@ -58,6 +58,11 @@ class Call:
                 return number
         return None
 
+    def numbers_in(self, name: str) -> set[int]:
+        """The tensors that are an argument of this name, or inside of it."""
+        given = [*self.arguments.items(), *self.nested.items()]
+        return {number for number, found in given if any(a.name == name for a in found)}
+
     def number_of(self, argument: Argument) -> int | None:
         """The tensor that was given as an argument, or inside of one."""
         if not argument.place:

@@ -36,6 +36,7 @@ class Notes:
     region: set[int]
     weights: dict[int, frozenset[str]]
     trained: set[int]
+    for_heads: Mapping[int, Set[int]]
     flat: set[int]
     maker: dict[int, str]
 
@@ -49,15 +50,18 @@ class Notes:
                     found[number] = found.get(number, frozenset()) | {*arguments}
         return found
 
-    def note_given(self, op: Op, data: Iterable[int], *entered: Set[int | None]) -> None:
+    def note_given(
+        self, op: Op, data: Iterable[int], entered: Set[int], around: list[Call]
+    ) -> None:
         """What of that meets what ranks share out, and what meets what is whole."""
-        known = *entered, self.region, self.stream, self.trained
+        own = (self.for_heads[c.index] for c in around)  # whose gradient is put together there
+        known = entered, *own, self.region, self.stream, self.trained
         numbers = [n for n in data if n in self.given and not any(n in found for found in known)]
         if not numbers:
             return
         arguments = frozenset[Argument]().union(*(self.given[n] for n in numbers))
         columns, rows, whole = self.flow.given
-        stacked = any(c.path in self.elements for c in self.trace.ancestors(op.call))
+        stacked = any(c.path in self.elements for c in around)
         if not self.region.isdisjoint(op.outputs):
             columns |= arguments
         elif stacked and not self.stream.isdisjoint(op.outputs):

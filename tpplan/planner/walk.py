@@ -92,7 +92,7 @@ class Walk(Notes):
         # arguments of which each rank takes its heads, where their gradient is put together
         for_heads = {path: rule.options.get("head_inputs") or () for path, rule in rules.items()}
         self.for_heads = {
-            call.index: {call.given_as(name) for name in for_heads.get(call.path, ())}  # type: ignore[attr-defined]
+            call.index: set[int]().union(*map(call.numbers_in, for_heads.get(call.path, ())))  # type: ignore[call-overload]
             for call in trace.calls
         }
         self.spread_over_rows(spreads)
@@ -237,8 +237,7 @@ class Walk(Notes):
     # --- call by call, op by op
 
     def enter(self, call: Call) -> None:
-        for number in self.for_heads[call.index]:
-            self.flow.elsewhere |= self.weights.get(number, frozenset())  # type: ignore[arg-type]
+        self.flow.elsewhere |= self.weights_of(self.for_heads[call.index])
         given = next((n for n in call.arguments if n in self.trace.floating), None)
         self.styles.get(call.path, NONE).enter(self, call, given)
         self.note_entering(call)
@@ -353,7 +352,7 @@ class Walk(Notes):
             self.on_spread(op, around)
         if weights or any(n in self.trained for n in data):
             self.trained.update(n for n in op.outputs if n in self.trace.floating)
-        self.note_given(op, data, {*entries}, cut)
+        self.note_given(op, data, entries, around)
 
     def note_weights(
         self, weights: Set[str], region: bool, stream: bool, around: list[Call]

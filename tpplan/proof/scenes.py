@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from tpplan.proof.calls import (
 from tpplan.proof.exact import exact, widened
 from tpplan.proof.miniature import unsharded
 from tpplan.proof.ranks import mean_over_ep
-from tpplan.proof.step import Result, Scene, parts_of, step
+from tpplan.proof.step import Result, Scene, leaves_of, parts_of, step
 from tpplan.styles import named
 
 _LOUD = 30.0
@@ -40,15 +41,38 @@ class Played:
         self.small, self.compiled = small, compiled
         self.scenes: list[Scene] = []
         self.results: list[list[Result]] = []
+        self._plain = frozenset[str]()
         self._twins = self._fresh()
 
     def play(self, scene: Scene) -> bool:
         """Take the step; whether it gave finite numbers, which others are compared with."""
+        scene = replace(scene, plain=self._plain)
         found = self._everyones(self._twins, scene, len(self.scenes))
         if found:
             self.scenes.append(scene)
             self.results.append(found)
         return bool(found)
+
+    def must_play(self, scene: Scene) -> bool:
+        """The same, without gradients of inputs of which the model takes none, as counted masks."""
+        try:
+            return self.play(scene)
+        except RuntimeError:
+            names = frozenset(leaves_of(scene.call)[2])
+            self._plain = frozenset(n for n in names if not self._runs(scene.call, names - {n}))
+            if not self._plain:
+                raise
+            self._twins = self._fresh()
+            return self.play(scene)
+
+    def _runs(self, call: Call, plain: frozenset[str]) -> bool:
+        args, kwargs, _ = leaves_of(call, plain)
+        try:
+            with exact(), by_itself(packages=True):
+                unsharded(self.small)(*args, **kwargs)
+        except RuntimeError:
+            return False
+        return True
 
     def may_play(self, scene: Scene) -> bool:
         """Take the step unless the model refuses it: then no user does."""
@@ -96,7 +120,7 @@ def played(
     dim = compiled.plan.sequence_dim
     whole = Played(small, compiled)
     for call in calls:
-        if not whole.play(Scene("in evaluation", call)) or not whole.results[-1][0].outputs:
+        if not whole.must_play(Scene("in evaluation", call)) or not whole.results[-1][0].outputs:
             raise ValueError("it gives no numbers that could be compared")
         length = length_of(call, dim)
         longer, fixed = call, not model.training

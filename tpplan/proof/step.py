@@ -26,7 +26,8 @@ TOLERANCE = 1e-7
 class Scene:
     """One step: what the model is called with, and in which mode.
 
-    ``optional``: whether the rewritten model may refuse it.
+    ``optional``: whether the rewritten model may refuse it. ``plain``: the inputs, by place, of
+    which no gradient is wanted: what the model's code does with them has none.
     """
 
     what: str
@@ -34,6 +35,7 @@ class Scene:
     training: bool = False
     scale: float = 1.0
     optional: bool = False
+    plain: frozenset[str] = frozenset()
 
     def on(self, number: int) -> Scene:
         """The same step of the rank of ep with that number, which has another batch."""
@@ -73,7 +75,7 @@ def step(
     """
     model.train(scene.training)
     model.zero_grad(set_to_none=True)
-    args, kwargs, given = _leaves_of(scene.call)
+    args, kwargs, given = leaves_of(scene.call, scene.plain)
     if scene.scale != 1.0 and not given:
         _scale_tables(model, scene.scale)
     before, old = _sums(model), {id(t): t for t in _kept(model, parts).values()}
@@ -146,15 +148,17 @@ def _scale_tables(model: nn.Module, factor: float) -> None:
             table.mul_(factor)
 
 
-def _leaves_of(call: Call) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
-    """A copy of the call whose floating tensors want gradients, and those, by place."""
+def leaves_of(
+    call: Call, plain: Set[str] = frozenset()
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
+    """A copy of the call whose floating tensors, but for ``plain``, want gradients, and those."""
     given: dict[str, torch.Tensor] = {}
 
     def fresh(x: Any, place: str) -> Any:
         if not isinstance(x, torch.Tensor):
             return copy.deepcopy(x)
         leaf = x.detach().clone()
-        if leaf.is_floating_point() and leaf.dim() > 1:
+        if leaf.is_floating_point() and leaf.dim() > 1 and place not in plain:
             given[place] = leaf.requires_grad_()
         return leaf
 

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from tpplan.comm import Site, Transition, copy_in, split
 from tpplan.comm.stream import version_of
 from tpplan.compiled import ModulePlan
-from tpplan.places import taken
+from tpplan.places import at, taken, tensors_in, with_at
 from tpplan.roles.lowered import Lowered, State
+from tpplan.roles.sequence import replaced
 
 
 def own_part(x: torch.Tensor, dim: int | None, heads: int, state: State) -> torch.Tensor:
@@ -61,22 +62,20 @@ def own_heads(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with each of ``plan.head_inputs`` ``cut`` to a rank's heads along its dimension."""
-    for argument, dim in plan.head_inputs:
-        x = taken(argument, args, kwargs)
-        if not isinstance(x, torch.Tensor):
-            continue
-        dim %= x.dim()
-        if x.size(dim) != 1 and x.size(dim) % plan.heads:
-            raise ValueError(
-                f"{plan.path}: '{argument.name}' has {x.size(dim)} entries along dimension {dim}, "
-                f"not a multiple of {plan.heads} heads"
-            )
-        value = cut(x, dim)
-        if argument.name in kwargs:
-            kwargs = {**kwargs, argument.name: value}
-        elif argument.index is not None:
-            args = (*args[: argument.index], value, *args[argument.index + 1 :])
+    """The call with ``plan.head_inputs``, or what is in them, ``cut`` to a rank's heads."""
+    for argument, along in plan.head_inputs:
+        value = taken(argument, args, kwargs)
+        for place in [place for place, _ in tensors_in(value) if place is not None]:
+            x = at(value, place)
+            dim = along % x.dim()
+            if x.size(dim) != 1 and x.size(dim) % plan.heads:
+                raise ValueError(
+                    f"{plan.path}: '{argument.name}' has {x.size(dim)} entries along dimension "
+                    f"{dim}, not a multiple of {plan.heads} heads"
+                )
+            value = with_at(value, place, cut(x, dim))
+        if value is not None:
+            args, kwargs = replaced(argument, value, args, kwargs)
     return args, kwargs
 
 

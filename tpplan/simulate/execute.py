@@ -64,6 +64,12 @@ class Execution:
         return tuple(step for step in self.steps if step.phase == "optimizer")
 
 
+_NUMBERS = (
+    "its code looks at numbers that it computes, of which a dry run has none; give them with "
+    "inputs=, where it takes them as an argument"
+)
+
+
 def execute(
     model: nn.Module,
     compiled: CompiledPlan,
@@ -132,7 +138,8 @@ def _executed(
         except Exception as error:
             ep = f", ep {compiled.ep}" if compiled.ep > 1 else ""
             message = f"the sharded model cannot be run at tp {compiled.tp}{ep}: {error}"
-            raise PlanError([Diagnostic(message)]) from error
+            needs = isinstance(error, NeedsValuesError)
+            raise PlanError([Diagnostic(message, hint=_NUMBERS if needs else None)]) from error
         with tracker.during("backward"):
             result = objective(out)
             if result is not None:
