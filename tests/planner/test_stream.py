@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tpplan
-from tests.planner.helpers import WIDTH, Layer, Stack, refused, stream, wrong
+from tests.planner.helpers import INNER, WIDTH, Layer, Stack, refused, stream, wrong
 
 
 class Pair(NamedTuple):
@@ -325,3 +325,31 @@ def test_tables_in_a_list(sp: bool) -> None:
 def test_what_is_kept_of_the_first_call_is_no_other_structure() -> None:
     plan = tpplan.suggest(Turning(), 2, stream(dtype=torch.float32))
     assert {rule.style for rule in plan.rules} >= {"colwise", "rowwise"}
+
+
+class SideBySide(Layer):
+    """Sums up two things of different widths at once."""
+
+    def __init__(self) -> None:
+        super().__init__(back=INNER + 8)
+        self.few, self.more = 8, nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.out(torch.cat([self.fc(x).relu(), self.more(x).tanh()], -1))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+def test_parts_of_sizes_of_their_own_are_summed(sp: bool, tp: int) -> None:
+    summed = {"style": "rowwise", "packed": {"wide": [INNER, 1], "few": ["few", 1]}}
+    rules = {"layers.*.more": "colwise", "layers.*.out": summed}
+    assert not wrong(Stack(lambda _: SideBySide()), rules, sp, tp)
+
+
+def test_parts_that_do_not_fit() -> None:
+    for parts, said in (
+        ({"wide": [INNER, 1], "few": [1, 8]}, "does not divide the units of each part"),
+        ({"wide": [INNER, 1], "few": [4, 1]}, "packed: the parts are 36, not the 40 of dimension 1"),
+    ):
+        rules = {"layers.*.more": "colwise", "layers.*.out": {"style": "rowwise", "packed": parts}}
+        assert said in refused(Stack(lambda _: SideBySide()), rules, False)
