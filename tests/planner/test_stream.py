@@ -327,7 +327,7 @@ def test_what_is_kept_of_the_first_call_is_no_other_structure() -> None:
     assert {rule.style for rule in plan.rules} >= {"colwise", "rowwise"}
 
 
-class SideBySide(Layer):
+class Joined(Layer):
     """Sums up two things of different widths at once."""
 
     def __init__(self) -> None:
@@ -343,13 +343,13 @@ class SideBySide(Layer):
 def test_parts_of_sizes_of_their_own_are_summed(sp: bool, tp: int) -> None:
     summed = {"style": "rowwise", "packed": {"wide": [INNER, 1], "few": ["few", 1]}}
     rules = {"layers.*.more": "colwise", "layers.*.out": summed}
-    assert not wrong(Stack(lambda _: SideBySide()), rules, sp, tp)
+    assert not wrong(Stack(lambda _: Joined()), rules, sp, tp)
 
 
 def test_parts_that_do_not_fit() -> None:
     for parts, said in (
         ({"wide": [INNER, 1], "few": [1, 8]}, "does not divide the units of each part"),
-        ({"wide": [INNER, 1], "few": [4, 1]}, "packed: the parts are 36, not the 40 of dimension 1"),
+        ({"wide": [INNER, 1], "few": [4, 1]}, "packed: the parts are 36, not the 40"),
     ):
         rules = {"layers.*.more": "colwise", "layers.*.out": {"style": "rowwise", "packed": parts}}
-        assert said in refused(Stack(lambda _: SideBySide()), rules, False)
+        assert said in refused(Stack(lambda _: Joined()), rules, False)
