@@ -29,7 +29,7 @@ def drawn_at(met: Mapping[Site, Set[str]], sequence_parallel: bool) -> DrawnAt:
 
 
 # what takes nothing of a tensor but its shape
-_LIKE = (
+LIKE = (
     "aten.new_",
     *(f"aten.{made}_like" for made in ("empty", "zeros", "ones", "full")),
     *(f"aten.{drawn}_like" for drawn in ("rand", "randn", "randint")),
@@ -82,7 +82,7 @@ class Noise:
 
     def note(self, index: int, op: Op, kind: str) -> None:
         """What random numbers are drawn for: where they are drawn by themselves, what they meet."""
-        given = () if op.name.startswith(_LIKE) else op.inputs
+        given = () if op.name.startswith(LIKE) else op.inputs
         inputs = [self.drawn.get(n) for n in given]
         noise = frozenset().union(*(n for n in inputs if n is not None))
         if op.random:
@@ -103,7 +103,7 @@ class Noise:
         """The size of noise, 1 along what it is repeated along."""
         shape = self.trace.shapes[number]
         spread = op.pointwise or op.name.startswith("aten.expand")
-        if op.random or not spread or op.name.startswith(_LIKE) or not op.inputs:
+        if op.random or not spread or op.name.startswith(LIKE) or not op.inputs:
             return shape
         given = [_aligned(self.extent[n], len(shape)) for n in op.inputs]
         return tuple(max(sizes) for sizes in zip(*given, strict=True))

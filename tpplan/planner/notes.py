@@ -11,7 +11,7 @@ from tpplan.observe.trace import Call, Op, Trace
 from tpplan.places import Argument
 from tpplan.planner.flow import Flow
 from tpplan.planner.infer import nearest
-from tpplan.planner.noise import Noise
+from tpplan.planner.noise import LIKE, Noise
 from tpplan.planner.views import KEEPING, VIEWS
 from tpplan.styles import NONE, Style
 
@@ -56,11 +56,13 @@ class Notes:
         """What of that meets what ranks share out, and what meets what is whole."""
         own = (self.for_heads[c.index] for c in around)  # whose gradient is put together there
         known = entered, *own, self.region, self.stream, self.trained
-        numbers = [n for n in data if n in self.given and not any(n in found for found in known)]
-        if not numbers:
+        numbers = [n for n in data if n in self.given]
+        if not numbers or op.name.startswith(LIKE):
             return
-        arguments = frozenset[Argument]().union(*(self.given[n] for n in numbers))
         columns, rows, whole = self.flow.given
+        mine = [n for n in numbers if not any(n in found for found in known)]
+        whole.update(*(self.given[n] for n in numbers if n not in mine))
+        arguments = frozenset[Argument]().union(*(self.given[n] for n in mine))
         stacked = any(c.path in self.elements for c in around)
         if not self.region.isdisjoint(op.outputs):
             columns |= arguments
@@ -68,7 +70,7 @@ class Notes:
             rows |= arguments
         elif not self.trained.isdisjoint(op.outputs) or not self.stream.isdisjoint(op.outputs):
             whole |= arguments
-        else:
+        elif mine:
             made = self.trace.floating.intersection(op.outputs)
             self.given.update((n, self.given.get(n, frozenset()) | arguments) for n in made)
 
