@@ -95,3 +95,19 @@ def job(mesh: DeviceMesh, sequence_parallel: bool, heads: int) -> Errors:
 @pytest.mark.parametrize("heads", [1, WIDTH // HEAD], ids=["for all heads", "for each head"])
 def test_gradients(ranks: Ranks, heads: int, sequence_parallel: bool, tp: int) -> None:
     assert beyond(ranks.run(tp, job, sequence_parallel, heads), 1e-12) == {}
+
+
+class Counting(Placed):
+    """Counts what it may see, of which there is no gradient."""
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor, seen: torch.Tensor) -> Any:
+        few = torch.arange(x.size(1)) < seen.sum(-1, dtype=torch.int)[:, None]
+        mask = torch.zeros(few.shape, dtype=x.dtype).masked_fill(~few, -4.0)
+        return super().forward(x, at, {"mask": mask[:, None, None]})
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
+def test_an_input_without_a_gradient(sequence_parallel: bool) -> None:
+    x, at, _ = inputs(8)
+    given = x, at, torch.ones(2, 6)
+    tpplan.check(Counting(1).double(), plan(RULES), 2, sequence_parallel, inputs=given)
