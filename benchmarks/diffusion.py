@@ -26,41 +26,31 @@ RESULTS = Path(__file__).parent / "results" / "diffusion.md"
 HEADS = ("model", "plan", "rules", "TP: error", "on a rank", "TP+SP: error", "seconds")
 _MASK = torch.ones(2, 6, dtype=torch.bool)
 Made = tuple[Any, dict[str, Any]]
-_FFS = "transformer_blocks.*.{ff,ff_context}"
-
-# what suggest leaves whole there: products over two things of different widths, side by side
-BY_HAND = {
-    "Flux": f"""
+# blocks of two streams, then of both in one, which project attention and MLP together
+_JOINT = """
 tpplan: 1
 sequence_parallel: false
 rules:
-  "{{time_text_embed,context_embedder,x_embedder,norm_out,proj_out}}": replicate
-  transformer_blocks.*.{{norm1,norm1_context}}: replicate
+  "{x_embedder,context_embedder,time_text_embed,norm_out,proj_out}": replicate
+  transformer_blocks.*.{norm1,norm1_context}: replicate
   single_transformer_blocks.*.norm: replicate
-  "{{transformer_blocks,single_transformer_blocks}}.*.attn.to_{{q,k,v}}": colwise
-  transformer_blocks.*.attn.add_{{q,k,v}}_proj: colwise
-  transformer_blocks.*.attn.{{to_out.0,to_add_out}}: rowwise
-  {_FFS}.net.0.proj: colwise
-  {_FFS}.net.2: rowwise
+  "{transformer_blocks,single_transformer_blocks}.*.attn.to_{q,k,v}": colwise
+  transformer_blocks.*.attn.add_{q,k,v}_proj: colwise
+  transformer_blocks.*.attn.{to_out.0,to_add_out}: rowwise
+  transformer_blocks.*.{ff,ff_context}.net.0.proj: colwise
+  transformer_blocks.*.{ff,ff_context}.net.2: rowwise
   single_transformer_blocks.*.proj_mlp: colwise
+"""
+
+# where suggest leaves attention whole, or products over two things of different widths
+BY_HAND = {
+    "Flux": f"""{_JOINT}
   single_transformer_blocks.*.proj_out: {{style: rowwise, packed: {{attn: [64, 1], mlp: [256, 1]}}}}
 """,
-    "HunyuanVideo": f"""
-tpplan: 1
-sequence_parallel: false
-rules:
-  "{{x_embedder,context_embedder,time_text_embed,norm_out,proj_out}}": replicate
-  transformer_blocks.*.{{norm1,norm1_context}}: replicate
-  single_transformer_blocks.*.norm: replicate
+    "HunyuanVideo": f"""{_JOINT}
   "{{transformer_blocks,single_transformer_blocks}}.*.attn":
     style: attention
     attributes: {{heads: heads}}
-  "{{transformer_blocks,single_transformer_blocks}}.*.attn.to_{{q,k,v}}": colwise
-  transformer_blocks.*.attn.add_{{q,k,v}}_proj: colwise
-  transformer_blocks.*.attn.{{to_out.0,to_add_out}}: rowwise
-  {_FFS}.net.0.proj: colwise
-  {_FFS}.net.2: rowwise
-  single_transformer_blocks.*.proj_mlp: colwise
   single_transformer_blocks.*.proj_out: {{style: rowwise, packed: {{attn: [40, 1], mlp: [160, 1]}}}}
 """,
     "Wan": """

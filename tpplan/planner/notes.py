@@ -54,11 +54,11 @@ class Notes:
         self, op: Op, data: Iterable[int], entered: Set[int], around: list[Call]
     ) -> None:
         """What of that meets what ranks share out, and what meets what is whole."""
-        own = (self.for_heads[c.index] for c in around)  # whose gradient is put together there
-        known = entered, *own, self.region, self.stream, self.trained
         numbers = [n for n in data if n in self.given]
         if not numbers or op.name.startswith(LIKE):
             return
+        own = (self.for_heads[c.index] for c in around)  # whose gradient is put together there
+        known = entered, *own, self.region, self.stream, self.trained
         columns, rows, whole = self.flow.given
         mine = [n for n in numbers if not any(n in found for found in known)]
         whole.update(*(self.given[n] for n in numbers if n not in mine))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from tpplan.comm.placements import part_of
 from tpplan.compat import local_of, unmoded
@@ -155,6 +156,8 @@ def leaves_of(
     given: dict[str, torch.Tensor] = {}
 
     def fresh(x: Any, place: str) -> Any:
+        if type(x) in (list, tuple, dict):
+            return tree_map_with_path(lambda path, held: fresh(held, place + keystr(path)), x)
         if not isinstance(x, torch.Tensor):
             return copy.deepcopy(x)
         leaf = x.detach().clone()
