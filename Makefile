@@ -64,11 +64,12 @@ check: $(READY)
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
 
-# what the kernels become on GPUs that are not here, of either Triton
+# what the kernels become on GPUs that are not here, of either Triton; on one: TARGETS=sm_90
+TARGETS ?=
 aot: export TRITON_CACHE_DIR := $(abspath $(VENV))/triton-cache
 aot: $(READY) $(TRITON)
-	$(BIN)/python -m benchmarks.aot
-	PYTHONPATH=$(TRITON) $(BIN)/python -m benchmarks.aot
+	$(BIN)/python -m benchmarks.aot --targets "$(TARGETS)"
+	PYTHONPATH=$(TRITON) $(BIN)/python -m benchmarks.aot --targets "$(TARGETS)"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.host_overhead --check

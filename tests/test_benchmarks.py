@@ -62,7 +62,7 @@ def test_bars_are_of_the_shapes_they_were_set_for() -> None:
     ]
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_a_step_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = tmp_path / "found.json"
     monkeypatch.setattr("sys.argv", ["rank_local", "--tiny", "--rounds", "1", "--json", str(found)])
@@ -75,7 +75,7 @@ def test_a_step_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(error <= rank_local.TOLERANCE for error in result["errors"].values())
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_rounding_is_that_of_the_unsharded_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

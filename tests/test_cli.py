@@ -60,7 +60,7 @@ def test_json_alone_on_stdout(config: str, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(out)["sequence_parallel"] is False
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_a_page(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     line = f"dry-run llama.yaml --model {config} --tp 2 --seq 16 --loss --html {file}"
@@ -70,7 +70,7 @@ def test_a_page(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert f"tpplan {line}" in page
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_how_a_model_is_trained(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     base = f"dry-run llama.yaml --model {config} --tp 2 --seq 16 --json -"
     found = {}
@@ -98,7 +98,7 @@ def test_how_a_model_is_trained(config: str, capsys: pytest.CaptureFixture[str])
     assert "h100-nvlink" in err
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_advise(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "advice.json"
     line = f"advise llama.yaml --model {config} --gpus 4 --batch 8 --seq 16 --json {file}"
@@ -171,7 +171,7 @@ def test_diff_shows_the_second_beside_the_first(
     assert found["plans"] == ["llama.yaml", "other.yaml"]
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_diff(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(
@@ -281,7 +281,7 @@ def test_usage_errors(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, *argv.split())[0] == 2
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_head_counts_that_do_not_divide(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "check", "llama.yaml", "--model", config, "--tp", "16")
     assert code == 1

@@ -66,7 +66,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
 @pytest.mark.parametrize("name", MODELS)

@@ -87,7 +87,7 @@ def test_what_small_models_do_not_show(name: str) -> None:
     assert compile_plan(model, tpplan.load_plan("auto", model), 2, True).parameters
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 @pytest.mark.parametrize(
     "name",
     [

@@ -41,7 +41,7 @@ def test_pipeline() -> None:
     assert met[-1] < met[0] - 1
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_training_and_generation(tmp_path: Path) -> None:
     """Trained by four ranks, on by two, which then generate."""
     folder = ["--folder", str(tmp_path)]
@@ -63,7 +63,7 @@ def test_every_command_is_run() -> None:
     assert len(COMMANDS) == PAGE.count("```sh")
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
 def test_offline(command: str) -> None:
     launcher = [sys.executable, "-m", "tpplan"]

@@ -53,7 +53,7 @@ def built(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @MODES
 @pytest.mark.parametrize("name", MODELS)
 def test_proved(name: str, sp: bool) -> None:

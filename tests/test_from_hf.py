@@ -40,7 +40,7 @@ class Holder(nn.Module):
         return self.inner(input_ids=input_ids).logits
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sp", [False, True])
 def test_places_what_the_shipped_plan_places(family: str, sp: bool) -> None:
@@ -58,7 +58,7 @@ def test_places_what_the_shipped_plan_places(family: str, sp: bool) -> None:
     }
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("family", PLAIN)
 def test_is_proved(family: str) -> None:
     model = hf(family, vocab_size=136)
@@ -208,7 +208,7 @@ def mixture(family: str, device: str = "cpu") -> Any:
     return hf(family, device=device, vocab_size=136, **MIXTURES[family])
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_mixtures_are_proved(family: str) -> None:
     model = mixture(family)

@@ -49,7 +49,7 @@ def test_what_does_without_torch(argv: list[str]) -> None:
     assert not {"torch", "transformers", "rich", "numpy"} & set(imported)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_neither_numpy_nor_triton_nor_transformers_is_needed() -> None:
     missing = ["numpy", "triton", "transformers"]
     line = "dry-run gpt.yaml --model tests.gpt:GPT --tp 2 --seq 16 --json -"
@@ -65,7 +65,7 @@ def test_neither_numpy_nor_triton_nor_transformers_is_needed() -> None:
     )
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_a_check_imports_only_what_it_needs() -> None:
     done = without([], "check", "gpt.yaml", "--model", "tests.gpt:GPT", "--tp", "2")
     assert done.returncode == 0, done.stderr

@@ -43,7 +43,7 @@ def verdict(ranks: Ranks, job: Job) -> Verdict:
     return found
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_right_plans(ranks: Ranks) -> None:
     kinds: Counter[str] = Counter()
 
@@ -57,7 +57,7 @@ def test_right_plans(ranks: Ranks) -> None:
     assert kinds[REFUSED] <= REFUSED_AT_MOST * kinds.total()
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_edited_plans_and_models(ranks: Ranks) -> None:
     @settings(SETTINGS, max_examples=400 if THOROUGH else 32)
     @given(random=RANDOM, sequence_parallel=st.booleans())

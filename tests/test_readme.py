@@ -29,7 +29,7 @@ def block(marker: str, language: str = "python") -> str:
     return found
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_the_usage_example(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(block("# train.py"))

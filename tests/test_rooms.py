@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from collections.abc import Iterator, Mapping
@@ -119,20 +120,30 @@ WORDS = {name: re.compile(rf"\b{name}\b") for name in STYLES}
 PLAIN = {"attention", "experts", "sequence_parallel"}  # also English words, and the mode
 
 
+@functools.cache
+def _words(module: str) -> tuple[list[str], list[str], list[object]]:
+    """Strings of a module but its docstrings; all of its strings; what it compares with."""
+    nodes = [*ast.walk(ast.parse(MODULES[module].read_text()))]
+    told = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
+    constants = [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    compared = [m for n in nodes if isinstance(n, ast.Compare) for m in ast.walk(n)]
+    return (
+        [str(n.value) for n in constants if id(n) not in told],
+        [str(n.value) for n in constants],
+        [n.value for n in compared if isinstance(n, ast.Constant)],
+    )
+
+
 @pytest.mark.parametrize("name", [*STYLES])
 def test_a_style_is_named_in_its_file_alone(name: str) -> None:
     for module in STYLED:
-        tree = ast.parse(MODULES[module].read_text())
-        told = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}  # docstrings
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if name in PLAIN:
-                    assert name == "sequence_parallel" or node.value != name, module
-                else:
-                    assert id(node) in told or not WORDS[name].search(node.value), module
-            if isinstance(node, ast.Compare) and name == "sequence_parallel":
-                found = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
-                assert name not in found, module
+        code, strings, compared = _words(module)
+        if name == "sequence_parallel":
+            assert name not in compared, module
+        elif name in PLAIN:
+            assert name not in strings, module
+        else:
+            assert not any(WORDS[name].search(word) for word in code), module
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

@@ -81,7 +81,7 @@ def test_proved(name: str, tp: int, sp: bool) -> None:
             assert measured == least, phase
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_float32_where_nothing_cancels(name: str) -> None:
     model = zoo.tiny(name, ROUNDED[name])

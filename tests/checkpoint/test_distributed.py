@@ -55,7 +55,7 @@ def loading_job(mesh: DeviceMesh, case: str, alone: bool) -> Errors:
     return found.errors
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("alone", [False, True])
 def test_loading(ranks: Ranks, case: str, alone: bool) -> None:

@@ -59,7 +59,7 @@ def job(mesh: DeviceMesh, name: str) -> Errors:
     return found.errors
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("shape", ["ep2xtp2", "dp2xep2"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_saved_and_loaded(ranks: Ranks, name: str, shape: str) -> None:

@@ -19,7 +19,7 @@ from tpplan.checkpoint.read import part_of
 RANKS = 2
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("seed", range(20 if THOROUGH else 4))
 def test_killed(tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)

@@ -61,7 +61,7 @@ def saving_job(mesh: DeviceMesh, case: str) -> Errors:
 
 @pytest.mark.parametrize("shape", ["2x2", "1x4"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_saving(ranks: Ranks, case: str, shape: str) -> None:
     assert not beyond(ranks.run(shape, saving_job, case))
 
@@ -88,7 +88,7 @@ def round_job(mesh: DeviceMesh, case: str) -> Errors:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_round_trip(ranks: Ranks, case: str) -> None:
     assert not beyond(ranks.run("2x2", round_job, case))
 

@@ -46,7 +46,7 @@ def saving_job(mesh: DeviceMesh, case: str) -> Errors:
     return found.errors
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("shape", ["2x2", "1x4"])
 @pytest.mark.parametrize("case", CASES)
 def test_saving(ranks: Ranks, case: str, shape: str) -> None:

@@ -188,6 +188,7 @@ def close(expected: Any, got: Any) -> None:
             close(e, g)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("rows", KINDS.values(), ids=KINDS)
 def test_ops(rows: Rows) -> None:
     def job(mesh: DeviceMesh) -> list[str]:

@@ -146,7 +146,7 @@ def functions_job(mesh: DeviceMesh, kind: str, size: int) -> Errors:
     return found.errors
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_functions(ranks: Ranks, kind: str, size: int) -> None:

@@ -33,7 +33,7 @@ def advice() -> Advice:
     return tpplan.advise(model, "llama.yaml", 4, 8, 16, hardware=PAIRS)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_a_model_that_fits_a_gpu_is_not_cut(advice: Advice) -> None:
     assert advice.best is not None
     assert advice.best.tp == 1
@@ -41,7 +41,7 @@ def test_a_model_that_fits_a_gpu_is_not_cut(advice: Advice) -> None:
     assert "Choose tp 1" in str(advice)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_what_a_size_costs_is_said(advice: Advice) -> None:
     four = next(size for size in advice.sizes if size.tp == 4)
     assert any("crosses the node of 2" in note for note in four.notes)
@@ -49,14 +49,14 @@ def test_what_a_size_costs_is_said(advice: Advice) -> None:
     assert "tp 4: " in str(advice)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_more_pipeline_stages_more_idle_time(advice: Advice) -> None:
     idle = {c.pp: c.idle / c.seconds for c in advice.choices if c.tp == 1 and not c.checkpointing}
     assert idle[1] == 0
     assert 0 < idle[2] < idle[4]
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_what_fits_nowhere_is_said_and_heads_that_do_not_divide() -> None:
     tight = replace(H100, name="small", memory=1e4)
     model = hf(device="meta", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
@@ -68,13 +68,13 @@ def test_what_fits_nowhere_is_said_and_heads_that_do_not_divide() -> None:
     assert any("does not divide" in note for note in four.notes)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_batches_that_cannot_be_shared_out() -> None:
     advice = tpplan.advise(hf(device="meta"), "llama.yaml", 2, 3, 16)
     assert {c.dp for c in advice.choices} <= {1}
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_ways_to_share_experts() -> None:
     """Two GPUs a node: ranks of ep share experts within it, and as many as can."""
     tight = replace(PAIRS, memory=2e6)
@@ -90,7 +90,7 @@ def test_ways_to_share_experts() -> None:
     assert "experts: inner" in str(advice)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_ways_that_do_not_go_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks of ep cannot run stands beside what goes."""
     advising = sys.modules["tpplan.cost.advise"]
@@ -108,7 +108,7 @@ def test_ways_that_do_not_go_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {c.ep for c in advice.choices} == {1}
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_rows_are_kept_where_there_is_no_room_for_more() -> None:
     """Between what layers need that keep all and that keep rows, keeping rows is what fits."""
     model = hf(device="meta", num_hidden_layers=2)

@@ -13,7 +13,7 @@ from tpplan.simulate.execute import Training
 from tpplan.simulate.optimizers import optimizer_named
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama"])
 def test_companions_are_what_runs_of_their_own_give(name: str) -> None:
     """With layers enough to be folded."""

@@ -129,7 +129,7 @@ def recompute(model: nn.Module) -> None:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 @MODES
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("name", list(MODELS))
@@ -148,7 +148,7 @@ def test_what_is_predicted_is_allocated(name: str, sp: bool, again: bool) -> Non
 @SIZES
 @MODES
 @pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_states_are_exact(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     model = MODELS[name]()
     report = tpplan.dry_run(model, "auto", tp, inputs=call(model), sequence_parallel=sp)
@@ -161,7 +161,7 @@ def test_states_are_exact(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     }
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_the_other_run_is_the_one_with_checkpointing() -> None:
     kept = tpplan.dry_run(llama(), "llama.yaml", 2, BATCH, LENGTH)
     again = tpplan.dry_run(llama(), "llama.yaml", 2, BATCH, LENGTH, checkpointing=True)
@@ -172,7 +172,7 @@ def test_the_other_run_is_the_one_with_checkpointing() -> None:
     assert recomputed["all_gather"] > kept.counts("backward")["all_gather"]
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     ("optimizer", "each"),
     [("adamw", 8), ("adam", 8), ("rmsprop", 4), ("adagrad", 4), ("sgd-momentum", 4), ("sgd", 0)],
@@ -187,7 +187,7 @@ def test_optimizers_by_name(optimizer: str, each: int) -> None:
     assert report.counts("optimizer")["all_reduce"] == 1
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_an_optimizer_of_the_users_own_and_none() -> None:
     model = hf(device="meta")
     mine = tpplan.dry_run(model, "llama.yaml", 2, 1, 8, optimizer=lambda p: torch.optim.Adamax(p))
@@ -199,7 +199,7 @@ def test_an_optimizer_of_the_users_own_and_none() -> None:
         tpplan.dry_run(model, "llama.yaml", 2, 1, 8, optimizer="adamv")
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_master_weights_are_for_short_parameters() -> None:
     model = hf(device="meta", dtype=torch.bfloat16)
     model = model.to(torch.bfloat16)

@@ -57,7 +57,7 @@ def said(command: str) -> str:
     return out.getvalue() + err.getvalue()
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "block", [b for b in BLOCKS if b.language == "console"], ids=lambda b: f"line {b.line}"
 )
@@ -66,7 +66,7 @@ def test_commands(block: Block, folder: Path) -> None:
     printed(expected, said(first.removeprefix("$ ")))
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The blocks that are no files, in order; a block of text after one is what it prints."""
     for block, after in zip(BLOCKS, [*BLOCKS[1:], None], strict=True):
@@ -77,7 +77,7 @@ def test_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
             printed(after.text if shows else "", out)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(("script", "ranks"), [("train.py", 2), ("train_experts.py", 4)])
 def test_training(folder: Path, script: str, ranks: int) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]

@@ -97,7 +97,7 @@ def full(block: Block) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda b: f"line {b.line}")
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_examples(block: Block) -> None:
     """Each is a plan for people and for editors, and fits the model that it is said to."""
     plan = full(block)

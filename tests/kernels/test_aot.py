@@ -60,11 +60,11 @@ def test_the_command_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 class TestFindings:
-    @pytest.mark.turns(4)
+    @pytest.mark.turns(12)
     def test_a_good_kernel(self, compiler: ProcessPoolExecutor, backward: Job, target: str) -> None:
         assert reasons(compiler, backward, target) == []
 
-    @pytest.mark.turns(8)
+    @pytest.mark.turns(24)
     def test_a_spill(self, compiler: ProcessPoolExecutor, backward: Job, target: str) -> None:
         # five values of each of 128 columns, or of 256
         long = tuple(replace(a, value=8192) if a.name == "BLOCK" else a for a in backward.arguments)

@@ -59,7 +59,7 @@ def check(
 @WIDTHS
 @KINDS
 @DTYPES
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_values_and_gradients(v: int, smooth: bool, weighs: bool, dtype: torch.dtype) -> None:
     logits = random(ROWS, v, dtype=dtype, seed=v, mean=3.0)
     weight = random(v, dtype=torch.float32, seed=1).detach().abs() if weighs else None

@@ -55,7 +55,7 @@ def test_one_tensor(h: int, dtype: torch.dtype, gate_first: bool) -> None:
 
 @KINDS
 @pytest.mark.parametrize("shape", [(1, 28672), (75, 520), (1100, 3)], ids=str)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_wide_and_long(shape: tuple[int, int], kind: Kind) -> None:
     x = random(shape[0], 2 * shape[1], dtype=torch.float32, seed=1)
     found = errors(

@@ -31,7 +31,7 @@ def test_values_and_gradients(h: int, dtype: torch.dtype, tanh: bool) -> None:
 
 @FORMS
 @pytest.mark.parametrize("shape", [(1, 28672), (75, 520), (1100, 40)], ids=str)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_wide_and_long(shape: tuple[int, int], tanh: bool) -> None:
     # several blocks of rows for a program, several programs for a column's sum
     inputs = [random(*shape, dtype=torch.float32, seed=1)]

@@ -29,7 +29,7 @@ def formula(
     return unit if bias is None else unit + bias
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @WIDTHS
 @DTYPES
 @pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
@@ -48,7 +48,7 @@ def test_values_and_gradients(h: int, dtype: torch.dtype, centred: bool) -> None
 
 
 @pytest.mark.parametrize(("rows", "h"), [(70, 512), (70, 4224), (70, 4099)])
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_many_rows(rows: int, h: int) -> None:
     """More of them than programs that run side by side, or than one of them goes down."""
     inputs = [random(rows, h, dtype=torch.float32, seed=h, mean=300.0)]
@@ -59,7 +59,7 @@ def test_many_rows(rows: int, h: int) -> None:
     assert not beyond(found, 1e-6)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("h", [64, 40000])
 @pytest.mark.parametrize(
     "how",
@@ -138,6 +138,7 @@ def test_gradients_of_gradients() -> None:
     )
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("adds", [False, True])
 def test_pytorch_knows_the_ops(adds: bool) -> None:
     x, r = (random(3, 4, 8, dtype=torch.float32, seed=n) for n in (1, 2))

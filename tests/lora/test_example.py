@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_it_runs() -> None:
     # at a free port of this machine, whatever its name resolves to
     where = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]

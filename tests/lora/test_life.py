@@ -74,7 +74,7 @@ def merged_job(mesh: DeviceMesh, make: Any) -> Errors:
     return compare_parameters(reference.merge_and_unload(), model.merge_and_unload())
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 @pytest.mark.parametrize("make", [phi3, gpt2, one_head])
 def test_merging(ranks: Ranks, make: Any) -> None:
     assert not beyond(ranks.run(4, merged_job, make), 1e-6)
@@ -102,6 +102,6 @@ def saving_job(mesh: DeviceMesh, make: Any) -> Errors:
 
 
 @pytest.mark.parametrize("make", [one_head, phi3, gpt2])
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_saving(ranks: Ranks, make: Any) -> None:
     assert not beyond(ranks.run(4, saving_job, make), 0.0)

@@ -37,13 +37,13 @@ MODELS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_simulated(name: str, tp: int) -> None:
     make, plan = MODELS[name]
     tpplan.verify(make(), plan, tp=tp)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_no_more_collectives_of_column_parallel_layers() -> None:
     """A works on what is gathered for the layer; of a row-parallel one it is summed by itself."""
     plain, columns, rows = (

@@ -43,6 +43,7 @@ def test_few_tokens_are_enough_to_plan_all(tp: int, sp: bool) -> None:
         assert sum(len(p.boundaries) for p in compiled.modules.values()) == 2
 
 
+@pytest.mark.turns(4)
 def test_without_a_rule_for_the_mixture() -> None:
     rules = {pattern: rule for pattern, rule in RULES.items() if pattern != "b.*.m"}
     inputs = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -53,7 +54,7 @@ def test_without_a_rule_for_the_mixture() -> None:
     assert any("{style: attention, reduce: here}" in hint for hint in hints)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_suggested() -> None:
     torch.manual_seed(0)
     found = tpplan.suggest(Model(), tp=2, inputs=torch.randn(2, 8, WIDTH))
@@ -90,6 +91,7 @@ def test_right_on_ranks(ranks: Ranks, tp: int, sp: bool) -> None:
         assert max(found.values()) <= 1e-12, found
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("held", [2000, 300], ids=["of each other", "of their own rows"])
 def test_large_models_share_their_numbers(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
     monkeypatch.setattr(shadow, "_HELD", held)

@@ -131,6 +131,7 @@ class ByKeyword(Normed):
         return x + self.out(self.fc(self.norm(hidden=x)).relu())
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("style", ["sequence_parallel", "replicate"])
 @pytest.mark.parametrize("kind", [lambda: WithArgument(Scaled()), lambda: ByKeyword(Named())])
 def test_called_as_the_model_calls_it(kind: Any, style: str) -> None:

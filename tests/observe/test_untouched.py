@@ -48,6 +48,7 @@ def step(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     }
 
 
+@pytest.mark.turns(4)
 @EACH
 @pytest.mark.parametrize("warm", [False, True])
 def test_check(habit: int, warm: bool) -> None:
@@ -65,6 +66,7 @@ def test_check(habit: int, warm: bool) -> None:
     assert type(model(ids())) is torch.Tensor
 
 
+@pytest.mark.turns(4)
 @EACH
 def test_dry_run_and_verify(habit: int) -> None:
     habits.forget()
@@ -75,6 +77,7 @@ def test_dry_run_and_verify(habit: int) -> None:
     assert habits.kept() == before
 
 
+@pytest.mark.turns(4)
 def test_suggest() -> None:
     habits.forget()
     before = habits.kept()
@@ -268,6 +271,7 @@ class Noting(nn.Module):
         return result
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_objects_of_a_gated_module(device: str) -> None:
     with torch.device(device):

@@ -89,7 +89,7 @@ def test_decoder(ranks: Ranks, job: object, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, job, sp))
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_each_call_is_verified() -> None:
     result = tpplan.verify(library.decoder, PLAN, 2, inputs=[without(8, 1), attending(8, 1)])
     floors = [check.floor["forward"] for check in result.checks]
@@ -97,6 +97,7 @@ def test_each_call_is_verified() -> None:
     assert [floor.get("all_reduce", 0) for floor in floors] == [5, 7, 0, 0]
 
 
+@pytest.mark.turns(4)
 def test_said() -> None:
     with pytest.warns(UserWarning, match=NO_CALL):
         compiled = tpplan.check(library.decoder(), PLAN, 2, inputs=without(8, 1))

@@ -67,14 +67,14 @@ def outside_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
 @SIZES
 @MODES
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_outside(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, outside_job, name, sp))
 
 
 @pytest.mark.parametrize("tp", [2, 4], ids=["2 ranks", "4 ranks"])
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_in_the_other_mode(ranks: Ranks, name: str, tp: int) -> None:
     sp = not REFUSED[name].sequence_parallel
     assert not beyond(ranks.run(tp, outside_job, name, sp))

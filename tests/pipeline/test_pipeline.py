@@ -105,14 +105,14 @@ def test_shards(ranks: Ranks, way: str, schedule: str, sp: bool) -> None:
 
 @MODES
 @pytest.mark.parametrize("model", sorted({*MODELS} - {"llama"}))
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_models(ranks: Ranks, model: str, sp: bool) -> None:
     check(ranks, "trimmed", "zero bubble", sp=sp, model=model)
 
 
 @MODES
 @pytest.mark.parametrize("way", ["trimmed", "sliced"])
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_another_schedule(ranks: Ranks, way: str, sp: bool) -> None:
     """What was kept for a backward in one serves none in two."""
     check(ranks, way, "interleaved", "zero bubble", "interleaved", sp=sp)
@@ -141,7 +141,7 @@ def nodes_job(_: DeviceMesh) -> Errors:
     return found.errors
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_nodes(ranks: Ranks) -> None:
     assert not beyond(ranks.run("2x2", nodes_job))
 
@@ -247,6 +247,6 @@ def shard_job(mesh: DeviceMesh) -> Errors:
 
 
 @pytest.mark.parametrize("shape", ["1x4", "2x2"])
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_what_a_stage_gives(ranks: Ranks, shape: str) -> None:
     assert not beyond(ranks.run(shape, shard_job))

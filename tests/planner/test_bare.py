@@ -99,7 +99,7 @@ RIGHT: Mapping[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
 
 @MODES
 @pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_right(name: str, sp: bool) -> None:
     make, rules = RIGHT[name]
     result = tpplan.verify(
@@ -200,7 +200,7 @@ JOINS: Mapping[str, Callable[..., torch.Tensor]] = {
 
 @MODES
 @pytest.mark.parametrize("join", JOINS)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_beside_the_stack(join: str, sp: bool) -> None:
     torch.manual_seed(0)
     model, inputs = Side(JOINS[join]), {"x": x_of(1), "z": x_of(2)}

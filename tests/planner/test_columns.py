@@ -115,7 +115,7 @@ CENTRED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("kind", CENTRED)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_layer_norms_over_the_width(sp: bool, tp: int, kind: str) -> None:
     make, rules = CENTRED[kind]
     assert not wrong(Stack(lambda _: make()), {"layers.*.norm": "colwise", **rules}, sp, tp)
@@ -137,6 +137,7 @@ class Grouped(nn.Module):
         return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm], ids=["LayerNorm", "RMSNorm"])
 def test_heads_behind_a_norm(sp: bool, norm: Callable[[int], nn.Module]) -> None:

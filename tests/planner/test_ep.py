@@ -33,7 +33,7 @@ def compiled(layout: str, tp: int, ep: int, whole: bool = False) -> tuple[Model,
 @pytest.mark.parametrize("layout", ["packed", "in turns", "apart", "plain"])
 @pytest.mark.parametrize(("tp", "ep", "whole"), [(1, 2, False), (2, 2, False), (2, 2, True)])
 @pytest.mark.parametrize("large", [False, True], ids=["", "large"])
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_every_layout(
     layout: str, tp: int, ep: int, whole: bool, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

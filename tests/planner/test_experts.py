@@ -253,7 +253,7 @@ def here(**options: str) -> Mapping[str, Any]:
 @pytest.mark.parametrize("shard", ["inner", "experts"])
 @pytest.mark.parametrize("layout", ["packed", "in turns", "apart"])
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (1, 2), (2, 2)])
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_experts_that_are_reduced_by_themselves(layout: str, shard: str, tp: int, ep: int) -> None:
     made = tpplan.verify(lambda: normed(layout), here(shard=shard), tp, ep=ep, inputs=INPUT)
     assert made.gradient_error <= 1e-5
@@ -268,7 +268,7 @@ def test_experts_that_are_reduced_by_themselves_have_all_tokens() -> None:
     assert all(found.position is not None for found in refused.value.diagnostics)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("shard", ["inner", "experts"])
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 1), (1, 2), (2, 2)])
 def test_gemma(shard: str, tp: int, ep: int) -> None:

@@ -210,7 +210,7 @@ LAYOUTS: dict[str, tuple[int, str, str, list[int], int, bool]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_packed_layouts(layout: str, tp: int, tmp_path: Path) -> None:
     kv, options, attn, units, repeat, fixed = LAYOUTS[layout]
     if fixed and tp > 2:
@@ -231,7 +231,7 @@ def test_packed_layouts(layout: str, tp: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_packed_layouts_that_are_another(layout: str, tmp_path: Path) -> None:
     """Whatever else is stated about a layout is refused, at the line that states it."""
     kv, own, attn, _, _, fixed = LAYOUTS[layout]

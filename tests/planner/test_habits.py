@@ -183,7 +183,7 @@ def parity(mesh: DeviceMesh, name: str, sequence_parallel: bool) -> Errors:
     return step(reference, model, run)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("name", ALLOWED)
 def test_right(ranks: Ranks, name: str) -> None:
     for sequence_parallel in {False, ALLOWED[name][2]}:

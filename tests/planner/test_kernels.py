@@ -43,7 +43,7 @@ def of_zoo(name: str) -> dict[str, Any]:
         ("olmo2", "model.norm", False, 0.0, False),
     ],
 )
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_norms(name: str, path: str, centred: bool, offset: float, early: bool) -> None:
     form = of_zoo(name)[path]
     assert isinstance(form, NormForm)
@@ -70,7 +70,7 @@ def test_the_eps_is_the_modules_own() -> None:
         ("glm4", "model.layers.1.mlp", GatedForm("gate_up_proj", None, "down_proj", "silu")),
     ],
 )
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_gated(name: str, path: str, expected: GatedForm) -> None:
     assert of_zoo(name)[path] == expected
 

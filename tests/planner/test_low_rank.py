@@ -68,7 +68,7 @@ TURNED = {
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", [Adapted, Transposed])
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_bare_factors(kind: type[Adapted], tp: int, sp: bool) -> None:
     rules = RULES if kind is Adapted else TURNED
     assert not wrong(Stack(lambda _: Gated(kind)), rules, sp, tp)

@@ -93,7 +93,7 @@ def refused(model: nn.Module, rules: Rules, pattern: str, style: str) -> tpplan.
     return None
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_error_is_at_the_line_of_the_mistake(name: str) -> None:
     make, plan = MODELS[name]

@@ -69,7 +69,7 @@ RIGHT: Mapping[str, tuple[Callable[[], nn.Module], Rules, tuple[int, int]]] = {
 
 @pytest.mark.parametrize(("tp", "sp"), [(2, False), (2, True), (4, False), (4, True)])
 @pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_right(name: str, tp: int, sp: bool) -> None:
     mixer, rules, beyond = RIGHT[name]
     result = verified(mixer, rules, tp, sp)
@@ -185,7 +185,7 @@ WRONG: Mapping[str, tuple[Callable[[], nn.Module], Rules, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_wrong(name: str) -> None:
     mixer, rules, said = WRONG[name]
     text = refusal(mixer, rules)

@@ -274,7 +274,7 @@ class OverTheSequence(nn.Sequential):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_refused_with_position_and_untouched(case: str) -> None:
     make, plan, tp, message = REFUSED[case]
     model = make()

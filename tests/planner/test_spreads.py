@@ -105,7 +105,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_a_condition_meets_the_rows(name: str, tp: int, sp: bool) -> None:
     make, rules = MODELS[name]
     assert not wrong(Conditioned(make), rules, sp, tp)

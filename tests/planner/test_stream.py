@@ -65,7 +65,7 @@ WRAPS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("name", WRAPS)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_a_layer_may_give_the_stream_in_something(name: str, sp: bool) -> None:
     assert not wrong(Unwrapping(*WRAPS[name], 2), {}, sp)
 
@@ -115,7 +115,7 @@ BESIDE: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("name", BESIDE)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_rows_beside_the_stream(name: str, sp: bool) -> None:
     make, beside = BESIDE[name]
     assert not wrong(Passing(lambda _: make(), beside), {}, sp)

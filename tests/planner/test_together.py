@@ -119,14 +119,14 @@ def rules(stated: str = "") -> dict[str, object]:
 
 
 @pytest.mark.parametrize("way", TOGETHER)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_only_added(way: str) -> None:
     assert planned(Model(TOGETHER[way]))
     assert planned(Model(TOGETHER[way]), "together")
 
 
 @pytest.mark.parametrize("way", APART)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_more_than_added(way: str) -> None:
     assert not planned(Model(APART[way]))
     with pytest.raises(tpplan.PlanError, match="reduce: the model does more than add"):

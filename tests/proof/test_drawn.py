@@ -65,6 +65,7 @@ ALIKE = "of which all ranks need the same, from a sequence of each rank's own (i
 TWICE = "for parts that several ranks hold alike, from a sequence of each rank's own (in training"
 
 
+@pytest.mark.turns(4)
 @MODES
 @pytest.mark.parametrize("inside", [False, True], ids=["on the stream", "in a region"])
 def test_a_generator_of_the_codes_own_draws_the_same_on_all_ranks(sp: bool, inside: bool) -> None:
@@ -126,6 +127,7 @@ GROUPED = {
 }
 
 
+@pytest.mark.turns(4)
 @MODES
 def test_heads_that_several_ranks_hold_are_dropped_out_alike(sp: bool) -> None:
     x = torch.randn(2, 6, 8 * HEAD)

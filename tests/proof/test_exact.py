@@ -89,6 +89,7 @@ NOISY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("name", NOISY)
 def test_functions_that_draw_inside_are_proved(name: str, sp: bool) -> None:

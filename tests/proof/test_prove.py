@@ -33,7 +33,7 @@ def example() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("make", "sp"), ways(odd.WRONG))
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_what_ranks_cannot_do_is_refused(make: Any, sp: bool) -> None:
     model = make()
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -44,7 +44,7 @@ def test_what_ranks_cannot_do_is_refused(make: Any, sp: bool) -> None:
 
 
 @pytest.mark.parametrize(("make", "sp"), ways(odd.RIGHT))
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_what_ranks_can_do_is_accepted(make: Any, sp: bool) -> None:
     tpplan.check(make(), PLAN, 2, sp, inputs=example())
 
@@ -54,6 +54,7 @@ def test_complex_parameters() -> None:
     tpplan.check(odd.Stack(odd.Filtered), plan, 2, False, inputs=example())
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_code_that_looks_at_numbers_of_any_precision(dtype: torch.dtype) -> None:
     model = odd.Checked(odd.MLP).to(dtype)
@@ -74,7 +75,7 @@ def test_experts_without_tokens() -> None:
 
 
 # a rank has at least 8 / tp positions: more than any less, whatever the length
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     ("tp", "most"), [(tp, most) for tp in (2, 4) for most in range(8 // tp, 15)]
 )
@@ -120,7 +121,7 @@ def llama(**sizes: int) -> nn.Module:
     )
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_a_large_model_is_proved_by_a_small_one() -> None:
     with torch.device("meta"):
         model = llama(

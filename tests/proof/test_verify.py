@@ -129,7 +129,7 @@ def test_heads_that_ranks_share_pass() -> None:
     assert max(result.output_error, result.gradient_error) < 1e-5
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_processes_find_what_threads_find() -> None:
     model = GPT()
     threads = checked(model, "gpt", 2, sequence_parallel=True)
@@ -197,7 +197,7 @@ def test_queries_taken_for_keys(planted: Callable[[Change], None], sequence_para
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_key_value_heads_dealt_out_in_turns(
     planted: Callable[[Change], None], sequence_parallel: bool
 ) -> None:

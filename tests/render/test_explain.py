@@ -60,7 +60,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str, int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_everything_has_words(name: str) -> None:
     make, plan, tp, due = MODELS[name]
     model = make()

@@ -91,7 +91,7 @@ def large() -> Report:
     return tpplan.dry_run(model, "llama.yaml", 8, 1, 8192)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_nothing_is_fetched(report: Report) -> None:
     text = report.to_html()
     page = Page(text)
@@ -146,7 +146,7 @@ def test_companions(report: Report) -> None:
     assert "nothing to compare" in render_html(report, ())
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_equal_layers_are_one_row(large: Report) -> None:
     text = large.to_html()
     assert len(text.encode()) < 200_000
@@ -169,7 +169,7 @@ def test_one_rank() -> None:
     assert "there is one rank" in page.text
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_ties_and_layers_that_differ() -> None:
     changes: dict[str, Any] = {"tie_word_embeddings": True, "num_hidden_layers": 4}
     model = hf(device="meta", **changes)

@@ -21,7 +21,7 @@ def test_the_schema_is_one() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     "options",
     [{}, {"sequence_parallel": False}, {"loss": True}, {"optimizer": None}, {"fold": False}],

@@ -97,7 +97,7 @@ def ways_job(mesh: DeviceMesh) -> Errors:
 
 
 @pytest.mark.parametrize("shape", ["1x4", "2x2"])
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_ways(ranks: Ranks, shape: str) -> None:
     assert not beyond(ranks.run(shape, ways_job))
 
@@ -132,7 +132,7 @@ def swapped_job(mesh: DeviceMesh, sp: bool) -> Errors:
 
 
 @MODES
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_replaced_in_a_region(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run(2, swapped_job, sp), TIGHT)
 
@@ -165,7 +165,7 @@ def parametrized_job(mesh: DeviceMesh, sp: bool) -> Errors:
 
 @SIZES
 @MODES
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_parametrized(ranks: Ranks, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, parametrized_job, sp), TIGHT)
 
@@ -226,7 +226,7 @@ def replaced_job(mesh: DeviceMesh, sp: bool) -> Errors:
 
 @SIZES
 @MODES
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_replaced_where_others_read(ranks: Ranks, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, replaced_job, sp), TIGHT)
 

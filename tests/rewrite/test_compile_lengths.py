@@ -97,7 +97,7 @@ def close(mesh: DeviceMesh, lengths: tuple[int, ...]) -> Errors:
     return over_lengths(reference, model, model, lengths)
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("lengths", [(15, 16, 14), (16, 15, 17)])
 def test_lengths_of_as_many_rows(ranks: Ranks, lengths: tuple[int, ...], tp: int) -> None:
@@ -157,7 +157,7 @@ def code_between(mesh: DeviceMesh, lengths: tuple[int, ...], trained: bool) -> E
     return errors | (compare_gradients(reference, model) if trained else {})
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 @pytest.mark.parametrize("trained", [False, True], ids=["evaluated", "trained"])
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("lengths", [(7, 8, 6), (16, 15, 13, 5)])
@@ -179,7 +179,7 @@ def beyond_the_limit(mesh: DeviceMesh) -> str:
     return "never refused"
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_more_lengths_than_graphs(ranks: Ranks) -> None:
     """A rank that goes on without a graph would wait for another that still runs one."""
     for message in ranks.run(2, beyond_the_limit):
@@ -205,6 +205,6 @@ def checkpointed(mesh: DeviceMesh, selective: bool) -> Errors:
 
 
 @pytest.mark.parametrize("selective", [False, True], ids=["all", "selective"])
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_checkpointed(ranks: Ranks, selective: bool) -> None:
     assert beyond(ranks.run(2, checkpointed, selective)) == {}

@@ -143,7 +143,7 @@ def frozen_job(mesh: DeviceMesh, sp: bool) -> Errors:
 @SIZES
 @MODES
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_the_floor_is_met(ranks: Ranks, family: str, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, counts_job, family, sp))
 
@@ -151,7 +151,7 @@ def test_the_floor_is_met(ranks: Ranks, family: str, tp: int, sp: bool) -> None:
 @SIZES
 @MODES
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_the_dry_run_predicts_the_run(ranks: Ranks, family: str, tp: int, sp: bool) -> None:
     found = [case for rank in ranks.run(tp, prediction_job, family, sp) for case in rank]
     expected = {name: sent for name, kind, sent in found if kind == "predicted"}
@@ -166,7 +166,7 @@ def test_what_is_not_trained_is_not_summed(ranks: Ranks, sp: bool) -> None:
 
 
 @MODES
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_dry_run_counts_without_ranks(sp: bool) -> None:
     model = hf("Llama", device="meta", num_hidden_layers=LAYERS)
     report = tpplan.dry_run(model, SHARDED_LOGITS, 4, 1, 24, sequence_parallel=sp)

@@ -277,7 +277,7 @@ def test_masks_of_tokens_without_their_batch(ranks: Ranks, tp: int, function: bo
 @SIZES
 @MODES
 @pytest.mark.parametrize("name", [*MODELS, *BARE])
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_masks_put_together_make_an_unsharded_run(
     ranks: Ranks, tp: int, sp: bool, name: str
 ) -> None:
@@ -311,6 +311,7 @@ def test_training_leaves_the_ranks_equal(ranks: Ranks, sp: bool) -> None:
     assert beyond(ranks.run(4, training_job, sp)) == {}
 
 
+@pytest.mark.turns(4)
 @MODES
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", ["functional, for both", "BART, for both"])

@@ -198,7 +198,7 @@ def test_recomputation_from_within_another_sequence_is_refused(ranks: Ranks) -> 
 
 
 @MODES
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_dropout_modules_compile_into_one_graph(ranks: Ranks, sp: bool) -> None:
     # a first call is compiled twice: what it caches is new to the second
     assert beyond(ranks.run(2, compiled_job, sp, "GPT", True, sp)) == {}
@@ -209,14 +209,14 @@ def test_parts_drawn_by_compiled_graphs(ranks: Ranks, tp: int) -> None:
     assert beyond(ranks.run(tp, part_job)) == {}
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_dropout_inside_a_forward_breaks_the_graph(ranks: Ranks) -> None:
     for message in ranks.run(2, message_of, compiled_job, False, "functional", True, False):
         assert re.search(r"layers\.0\.attn: dropout .* compiles in an nn\.Dropout", message)
     assert beyond(ranks.run(2, compiled_job, False, "functional", False, True)) == {}
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 @pytest.mark.parametrize("name", ["functional, for both", "broken, for both"])
 def test_modules_that_draw_for_both_run_with_breaks_in_the_graph(ranks: Ranks, name: str) -> None:
     assert beyond(ranks.run(2, compiled_job, False, name, False, True)) == {}

@@ -155,7 +155,7 @@ def three_job(mesh: DeviceMesh, name: str, sp: bool, save: str) -> Errors:
     return found.errors
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_three_dimensions() -> None:
     pool = Ranks(8)
     try:
@@ -172,7 +172,7 @@ def test_gradients(ranks: Ranks, name: str, shape: str, sp: bool, whole: bool) -
     assert not beyond(ranks.run(shape, gradients_job, name, sp, whole))
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(("shape", "sp"), [("ep2", False), ("ep2xtp2", True)], ids=str)
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
 def test_training(ranks: Ranks, name: str, shape: str, sp: bool) -> None:
@@ -184,7 +184,7 @@ def test_ranks_without_tokens(ranks: Ranks, shape: str, sp: bool) -> None:
     assert not beyond(ranks.run(shape, starved_job, sp))
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
 def test_fsdp(ranks: Ranks, name: str) -> None:
     assert not beyond(ranks.run("dp2xep2", fsdp_job, name))
@@ -287,7 +287,7 @@ def ways_job(mesh: DeviceMesh) -> Errors:
     return found.errors
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("shape", ["ep2", "ep2xtp2"])
 def test_ways(ranks: Ranks, shape: str) -> None:
     assert not beyond(ranks.run(shape, ways_job))
@@ -312,7 +312,7 @@ def clip_job(mesh: DeviceMesh) -> Errors:
     return found.errors
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("shape", ["ep2", "ep2xtp2"])
 def test_clipping(ranks: Ranks, shape: str) -> None:
     assert not beyond(ranks.run(shape, clip_job), 1e-4)

@@ -113,7 +113,7 @@ def compiled(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
     return found.errors
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
 def test_compiled(ranks: Ranks, sequence_parallel: bool) -> None:
     assert beyond(ranks.run(2, compiled, sequence_parallel), 1e-12) == {}

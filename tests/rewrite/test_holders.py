@@ -33,7 +33,7 @@ def test_nobody() -> None:
     assert not parallelized(built())
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_optimizer_made_before(stepped: bool) -> None:
     model = built()
@@ -46,7 +46,7 @@ def test_optimizer_made_before(stepped: bool) -> None:
     assert optimizer.param_groups
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_list_of_the_user() -> None:
     model = built()
     held = list(model.parameters())
@@ -54,7 +54,7 @@ def test_list_of_the_user() -> None:
     assert f"in a list of {len(held)}" in said
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_weight_tied_to_another_model() -> None:
     model, other = built(), nn.Linear(16, 29)
     other.weight = weight = model.tok.weight  # type: ignore[assignment]
@@ -72,7 +72,7 @@ def test_model_that_nobody_can_reach() -> None:
     assert not parallelized(model)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_attributes_of_the_model() -> None:
     model: Any = built()
     model.nested = {"a": [model.tok.weight, (model.norm.weight, 3)]}
@@ -85,7 +85,7 @@ def test_attributes_of_the_model() -> None:
     assert {id(p) for p in (*held, *model.some, *model.groups)} <= now
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_error_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = built()
     model.held = [model.tok.weight]

@@ -67,6 +67,6 @@ def job(mesh: DeviceMesh, sp: bool) -> Errors:
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_read_by_the_model(ranks: Ranks, sp: bool, tp: int) -> None:
     assert beyond(ranks.run(tp, job, sp), 1e-12) == {}

@@ -129,7 +129,7 @@ def compile_job(mesh: DeviceMesh, name: str, sp: bool) -> Errors:
 @SIZES
 @MODES
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_parity(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, parity_job, name, sp, device=DEVICE))
 
@@ -140,14 +140,14 @@ def test_no_collective_more(ranks: Ranks, sp: bool) -> None:
         assert with_kernels == without
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(("name", "sp"), [("llama", True), ("gpt2", False)])
 def test_one_graph(ranks: Ranks, name: str, sp: bool) -> None:
     assert not beyond(ranks.run(2, compile_job, name, sp, device=DEVICE))
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_a_single_process(name: str) -> None:
     """At tp 1 kernels are swapped and nothing is sharded."""
     reference, model = whole(name), sharded(name, None, False)
@@ -193,7 +193,7 @@ class SequenceFirst(nn.Module):
 
 
 @pytest.mark.parametrize("length", [8, 7])
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_the_sequence_first(length: int) -> None:
     rules = {"embed": "vocab", "norms.*": "sequence_parallel", "head": "vocab"}
     rules |= {"layers.*.0": "colwise", "layers.*.2": "rowwise"}

@@ -98,7 +98,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_a_rank_that_dies(tmp_path: Path) -> None:
     """The others say in which collective of which module they waited."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -19,7 +19,7 @@ from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 from tests.rewrite.blocks import PLAN, WIDTH, Layer, Model, Parallel, checkpointing
 
-pytestmark = pytest.mark.turns(16)
+pytestmark = pytest.mark.turns(48)
 
 TOLERANCE = 1e-10
 Run = Callable[[Any], Mapping[str, torch.Tensor]]

@@ -230,7 +230,7 @@ def counts_job(mesh: DeviceMesh, sharded: bool) -> int:
 
 @SIZES
 @MODES
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_events(ranks: Ranks, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, events_job, sp), 1e-9)
 

@@ -481,6 +481,7 @@ def test_the_whole_world(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run(4, world_job, sp))
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @MODES
 def test_a_single_process(family: str, sp: bool) -> None:

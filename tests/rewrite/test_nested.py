@@ -131,7 +131,7 @@ def trained(mesh: DeviceMesh, sequence_parallel: bool, checkpointed: bool) -> Er
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_streams_inside(ranks: Ranks, sequence_parallel: bool, checkpointed: bool, tp: int) -> None:
     assert beyond(ranks.run(tp, trained, sequence_parallel, checkpointed), 1e-12) == {}
 

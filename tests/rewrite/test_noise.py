@@ -93,6 +93,7 @@ TIME_FIRST: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.turns(4)
 @MODES
 @pytest.mark.parametrize("inside", [False, True], ids=["on the stream", "in a region"])
 @pytest.mark.parametrize("name", TIME_FIRST)

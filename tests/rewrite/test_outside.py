@@ -19,7 +19,7 @@ from tests.ranks import Ranks
 from tests.rewrite import MODES
 from tpplan.simulate import Recorder
 
-pytestmark = pytest.mark.turns(16)
+pytestmark = pytest.mark.turns(48)
 
 WIDTH, INNER, CLASSES = 16, 32, 13
 PLAN: dict[str, Any] = {
@@ -185,6 +185,6 @@ def test_gathers(ranks: Ranks) -> None:
     assert not beyond(ranks.run(2, gathers_job))
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_four_ranks(ranks: Ranks) -> None:
     assert not beyond(ranks.run(4, eager_job, True), 1e-9)

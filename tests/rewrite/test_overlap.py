@@ -11,7 +11,7 @@ from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES, overlap, shipped
 from tests.shipped import listed, ways
 
-pytestmark = pytest.mark.turns(16)
+pytestmark = pytest.mark.turns(48)
 
 WAYS = pytest.mark.parametrize(
     ("sp", "save"),

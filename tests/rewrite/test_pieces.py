@@ -10,7 +10,7 @@ from tests.compare import beyond
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES, pieces
 
-pytestmark = pytest.mark.turns(16)
+pytestmark = pytest.mark.turns(48)
 
 # one of each kind of product: plain, Conv1D, packed, reduced together, experts with a router
 MODELS = ("llama", "gpt2", "phi3", "falcon", "qwen2_moe")

@@ -57,6 +57,7 @@ READS: dict[str, Any] = {
 }
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("name", READS)
 def test_a_table_is_read_by_others(name: str, sp: bool) -> None:
@@ -117,7 +118,7 @@ def three_steps(mesh: DeviceMesh, model: nn.Module, compiled: CompiledPlan) -> E
 
 @pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 @pytest.mark.parametrize("write", [clamped, scaled, overwritten, foreach])
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_code_that_writes_to_a_table_is_right_or_refused(write: Any, sp: bool) -> None:
     torch.manual_seed(0)
     model = Reader(write).double()

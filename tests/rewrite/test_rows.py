@@ -41,7 +41,7 @@ from tests.rewrite.rows import (
     sharded,
 )
 
-pytestmark = pytest.mark.turns(16)
+pytestmark = pytest.mark.turns(48)
 
 # --- values, gradients, autograd
 
@@ -329,7 +329,7 @@ def test_gradients(ranks: Ranks, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, gradients_job, sp))
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     ("job", "tp", "sp"),
     [
@@ -346,7 +346,7 @@ def test_training(ranks: Ranks, job: Any, tp: int, sp: bool) -> None:
     assert not beyond(ranks.run(tp, job, sp))
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     ("case", "sp", "names"),
     [
@@ -362,7 +362,7 @@ def test_optimizers(ranks: Ranks, case: str, sp: bool, names: tuple[str, ...]) -
     assert not beyond(ranks.run(4, optimizers_job, sp, case, names))
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(("case", "sp"), [("gpt2", True), ("llama 1", False)])
 def test_compile(ranks: Ranks, case: str, sp: bool) -> None:
     assert not beyond(ranks.run(2, compile_job, sp, case))

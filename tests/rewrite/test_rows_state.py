@@ -44,7 +44,7 @@ from tests.rewrite.rows import (
 )
 from tpplan.comm.rows import RowsTensor
 
-pytestmark = pytest.mark.turns(16)
+pytestmark = pytest.mark.turns(48)
 
 # --- copies, dtypes, state dicts
 
@@ -315,7 +315,7 @@ def fsdp_job(mesh: DeviceMesh, sp: bool, case: str) -> Errors:
 # --- tests: each job where the ranks, the mode and the model make a difference
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(
     ("job", "sp"),
     [(copies_job, False), (meta_job, True), (full_state_job, True), (full_optimizer_job, True)],
@@ -325,19 +325,19 @@ def test_state(ranks: Ranks, job: Any, sp: bool) -> None:
     assert not beyond(ranks.run(4, job, sp))
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("case", ["gpt2", "bigcode"])
 def test_checkpoints(ranks: Ranks, case: str) -> None:
     assert not beyond(ranks.run(4, checkpoint_job, True, case))
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize("case", ["gpt2", "llama 2"])
 def test_async(ranks: Ranks, case: str) -> None:
     assert not beyond(ranks.run("1x4", async_job, True, case))
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @pytest.mark.parametrize(("case", "sp"), [("gpt2", True), ("bigcode", False), ("llama 1", True)])
 def test_fsdp(ranks: Ranks, case: str, sp: bool) -> None:
     assert not beyond(ranks.run("2x2", fsdp_job, sp, case))

@@ -32,7 +32,7 @@ from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 from tests.rewrite.calls import logits_of
 
-pytestmark = pytest.mark.turns(16)
+pytestmark = pytest.mark.turns(48)
 
 STEPS, MICROBATCHES, MAX_NORM = 3, 2, 0.5
 

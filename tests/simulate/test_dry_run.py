@@ -18,7 +18,7 @@ from tpplan.simulate import Recorder
 NONE = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("layers", [1, 3])

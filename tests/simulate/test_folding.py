@@ -17,7 +17,7 @@ from tpplan import Report
 from tpplan.planner.match import match
 from tpplan.simulate.folding import find_folds
 
-pytestmark = pytest.mark.turns(16)
+pytestmark = pytest.mark.turns(48)
 
 
 def both(model: Any, plan: Any, **options: Any) -> tuple[Report, Report]:
@@ -52,7 +52,7 @@ DEEP: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 @MODES
 @pytest.mark.parametrize("kind", DEEP)
 def test_as_if_all_were_executed(kind: str, sp: bool) -> None:
@@ -63,7 +63,7 @@ def test_as_if_all_were_executed(kind: str, sp: bool) -> None:
     assert_equal(folded, whole)
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 def test_encoder_and_decoder() -> None:
     model = zoo.other("t5", num_layers=9, num_decoder_layers=8)
     folded, whole = both(model, "auto", inputs=zoo.example(model))
@@ -107,7 +107,7 @@ def test_a_rule_for_one_layer_is_no_repetition() -> None:
     assert report.counts("forward")["reduce_scatter"] == 2 * 9
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_what_cannot_be_seen_to_repeat_is_executed() -> None:
     """A model that reads all of its layers by their number runs whole."""
 
@@ -123,7 +123,7 @@ def test_what_cannot_be_seen_to_repeat_is_executed() -> None:
     assert_equal(report, tpplan.dry_run(GPT(layers=9), "gpt.yaml", 2, 1, 8))
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_a_large_model_in_little_time_and_memory() -> None:
     """Llama-3.1-405B: its shape, not its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM

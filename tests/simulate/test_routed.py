@@ -13,6 +13,7 @@ from tpplan.compat import FakeTensor, FakeTensorMode, NeedsValuesError
 from tpplan.simulate.values import RealValues
 
 
+@pytest.mark.turns(4)
 @MODES
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_counts_and_flops(sp: bool, device: str) -> None:
@@ -54,7 +55,7 @@ def test_each_is_chosen_as_often(dim: int) -> None:
 
 
 @MODES
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 def test_folded(sp: bool) -> None:
     inputs = torch.randn(2, 8, WIDTH)
     folded = tpplan.dry_run(Model(6), plan(sp), 2, inputs=inputs)

@@ -145,7 +145,7 @@ def test_what_made_a_region_right_is_tried_first(monkeypatch: pytest.MonkeyPatch
     assert tried[0] > tried[1] == 2  # as it is, and with these
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_a_plan_of_queries_that_take_turns() -> None:
     def model() -> nn.Module:
         return Stack(lambda _: Layer(Attention()))

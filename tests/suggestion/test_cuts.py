@@ -161,7 +161,7 @@ def test_the_rows_of_a_rank() -> None:
 
 
 @pytest.mark.parametrize("name", IN_LAYERS)
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_a_plan_is_found(name: str) -> None:
     mixer, wanted = IN_LAYERS[name]
     inputs = stream(13, torch.float32)

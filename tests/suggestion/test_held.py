@@ -59,7 +59,7 @@ class Model(nn.Module):
         return x
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_scales_and_tables() -> None:
     model, inputs = Model(), {"ids": torch.randint(1, 40, (2, 8))}
     plan = tpplan.suggest(model, 2, inputs=inputs)

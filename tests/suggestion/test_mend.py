@@ -17,7 +17,7 @@ from tests.outside import nanogpt
 from tests.suggestion.odd import Model, Sorted
 from tpplan.cli import main
 
-pytestmark = pytest.mark.turns(8)
+pytestmark = pytest.mark.turns(24)
 
 ODD = """
 tpplan: 1

@@ -8,7 +8,7 @@ import tpplan
 from benchmarks import suggest_outside as table
 from benchmarks.common import kept_rows
 
-pytestmark = pytest.mark.turns(8)
+pytestmark = pytest.mark.turns(24)
 
 PROVED = (
     "nanoGPT",
@@ -21,7 +21,7 @@ PROVED = (
 )
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(12)
 @pytest.mark.parametrize("name", PROVED)
 def test_proved_without_a_line_by_hand(name: str) -> None:
     model = table.EXAMINED[name]

@@ -189,7 +189,7 @@ def test_all_ranks_come_to_the_same_plan(ranks: Ranks) -> None:
     assert max(ranks.run(2, auto_job)) < 1e-5
 
 
-@pytest.mark.turns(16)
+@pytest.mark.turns(48)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "falcon-40b", "t5", "mixtral", "deepseek_v3"])
 def test_as_good_as_the_shipped_plan(name: str) -> None:
     from benchmarks import zoo

@@ -53,7 +53,7 @@ class Listed(nn.Module):
         return x
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_a_parameter_of_a_layer_that_is_left_whole() -> None:
     model, inputs = Listed(), {"ids": torch.randint(1, 40, (2, 8))}
     plan = tpplan.suggest(model, 2, inputs=inputs)

@@ -67,6 +67,7 @@ def training_job(mesh: DeviceMesh, sp: bool, accumulated: int, late: bool) -> Er
     return found.errors
 
 
+@pytest.mark.turns(4)
 @MODES
 @pytest.mark.parametrize("accumulated, late", [(1, False), (3, True)])
 def test_training(pair: Ranks, accumulated: int, late: bool, sp: bool) -> None:

@@ -99,6 +99,7 @@ def training_job(mesh: DeviceMesh, sp: bool, accumulated: int, path: Path | None
     return compared(learner.model, steps.tolist(), by_hand)
 
 
+@pytest.mark.turns(4)
 @MODES
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_training(pair: Ranks, accumulated: int, sp: bool) -> None:

@@ -94,12 +94,14 @@ def test_saving(pair: Ranks) -> None:
     assert not beyond(pair.run(2, saving_job))
 
 
+@pytest.mark.turns(4)
 @MODES
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_training(pair: Ranks, accumulated: int, sp: bool) -> None:
     assert not beyond(pair.run(2, training_job, sp, accumulated, False))
 
 
+@pytest.mark.turns(4)
 @MODES
 def test_with_checkpointing(pair: Ranks, sp: bool) -> None:
     assert not beyond(pair.run(2, training_job, sp, 1, True))
@@ -132,7 +134,7 @@ def ep_job(mesh: DeviceMesh) -> Errors:
     return found.errors
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_ranks_of_ep(ranks: Ranks) -> None:
     assert not beyond(ranks.run("ep4", ep_job))
 
@@ -144,6 +146,6 @@ def ep_beside_tp_job(mesh: DeviceMesh) -> None:
         trainer(model, shared_folder())[0].train()
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(24)
 def test_ranks_of_ep_beside_tp_are_refused(ranks: Ranks) -> None:
     ranks.run("ep2xtp2", ep_beside_tp_job)
