@@ -186,7 +186,14 @@ def packed(x: torch.Tensor) -> torch.Tensor:
 
 def unviewed(x: torch.Tensor) -> torch.Tensor:
     """``x``, in the same memory: what an autograd function gives may be changed in place then."""
-    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+    return alias_of(x) if x._is_view() else x
+
+
+def alias_of(x: torch.Tensor) -> torch.Tensor:
+    """Another tensor in the memory of ``x``, which autograd does not take for a view of it."""
+    if torch.compiler.is_compiling():
+        return torch.ops.aten._unsafe_view(x, x.shape)  # type: ignore[no-any-return]
+    return x.data
 
 
 def local_slice(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:

@@ -28,6 +28,7 @@ from tpplan.comm import deferred
 from tpplan.comm.collectives import (
     Group,
     Site,
+    alias_of,
     all_gather,
     all_reduce,
     chunk,
@@ -124,8 +125,7 @@ class _CopyIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, transition: Transition) -> torch.Tensor:
         ctx.transition = transition
-        # no view, which a model's code could not change in place
-        return torch.ops.aten._unsafe_view(x, x.shape)  # type: ignore[no-any-return]
+        return alias_of(x)  # a view could not be changed in place by a model's code
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

@@ -210,13 +210,14 @@ class LocalParameters(Lowered):
         names = state.own.names
         if not names:
             return super().forward(*args, **kwargs)
-        for held in [mate._parameters for mate, _ in state.own.mates] or [self._parameters]:
-            for index, name in enumerate(names):
+        for module, _ in state.own.together(self):
+            held = module._parameters
+            for name in names:
                 if name not in held:
                     raise RuntimeError(
-                        f"{state.own.title(index)}: a parametrization was put on it after the "
-                        "model was parallelized, and the module's own code would meet what that "
-                        "makes of the sharded parameter; put it on before"
+                        f"{state.own.title(names.index(name))}: a parametrization was put on it "
+                        "after the model was parallelized, and the module's own code would meet "
+                        "what that makes of the sharded parameter; put it on before"
                     )
         if state.stream.shared is None and state.alone:
             with self._tpplan_whole():

@@ -41,13 +41,12 @@ def _holding(module: nn.Module) -> list[tuple[Lowered, Own]]:
 
 def prepare(module: Lowered, summed_only: bool) -> None:
     """Make the local tensors that are missing inside ``module``, with one autograd function."""
-    jobs = [
-        (inner, own, index)
-        for inner, own in members_of(module)
-        if not summed_only or True in own.summed
-        for index in own.stale(inner)
-        if own.summed[index] or not summed_only
-    ]
+    jobs: list[tuple[Lowered, Own, int]] = []
+    for inner, own in members_of(module):
+        if (summed_only and True not in own.summed) or own.current(inner) is not None:
+            continue
+        stale = own.stale(inner)
+        jobs += [(inner, own, index) for index in stale if own.summed[index] or not summed_only]
     if jobs:
         # a graph is told no path: one of an element serves them all
         path = "" if torch.compiler.is_compiling() else module._tpplan.plan.path
