@@ -49,8 +49,6 @@ REFUSED = {
     "big_bird": "puts another module in this one's place",
     "bitnet": "tp 2 does not divide its 5 heads",
     "falcon": "2 ranks do not fit 71 of 'q'",
-    "jetmoe": "code that asks for the numbers in a tensor",
-    "xlm": "code that asks for the numbers in a tensor",
 }
 
 

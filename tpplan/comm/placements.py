@@ -55,10 +55,9 @@ def is_whole(t: Placed) -> bool:
 def is_cut(t: Placed, dim: int) -> bool:
     """Whether the tensor-parallel ranks hold equal parts along ``dim``."""
     kind = along_tp(t)
-    if type(kind) is Shard:  # asked for every layer
-        return kind.dim == dim
-    # before torch 2.13 TorchDynamo does not know of what class it is
-    return torch.compiler.is_compiling() and kind == Shard(dim)
+    if torch.compiler.is_compiling():
+        return kind == Shard(dim)  # before torch 2.13 TorchDynamo does not know of what class it is
+    return type(kind) is Shard and kind.dim == dim
 
 
 def dim_of(t: Placed) -> int:
