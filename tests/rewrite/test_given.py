@@ -111,3 +111,32 @@ def test_an_input_without_a_gradient(sequence_parallel: bool) -> None:
     x, at, _ = inputs(8)
     given = x, at, torch.ones(2, 6)
     tpplan.check(Counting(1).double(), plan(RULES), 2, sequence_parallel, inputs=given)
+
+
+class Optional(Placed):
+    """May be given what its rows may see."""
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        length = x.size(1)
+        mask = torch.zeros(length, length, dtype=x.dtype) if mask is None else mask
+        return super().forward(x, at, {"mask": mask})
+
+
+def later(mesh: DeviceMesh, sequence_parallel: bool) -> list[str]:
+    x, at, given = inputs(8)
+    model = Optional(1).double()
+    tpplan.parallelize(model, plan(RULES), mesh, sequence_parallel, inputs=(x, at))
+    said = []
+    for trained in (False, True):
+        try:
+            joined(model(x, at, mask=given["mask"].requires_grad_(trained))).sum().backward()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
+def test_what_the_plan_was_not_compiled_with(ranks: Ranks, sequence_parallel: bool) -> None:
+    for frozen, trained in ranks.run(2, later, sequence_parallel):
+        assert frozen == "" and trained.startswith("the gradient of 'mask' is another one")

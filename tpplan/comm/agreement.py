@@ -1,4 +1,4 @@
-"""Whether the ranks of a group agree: on what they are fed, and on their random numbers."""
+"""Whether the ranks of a group agree: on what they are fed, its gradients, and random numbers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from tpplan import compat
 from tpplan.comm.collectives import Group, Site, all_gather
+from tpplan.comm.conjugates import is_copied
 from tpplan.comm.randomness import Randomness
 
 SWITCH = "TPPLAN_CHECK_RANKS"
 _OFTEN = 256
+_APART = 1e-2
+"""Of a gradient's size: what rounding does not make on ranks that compute the same."""
 _PIECE = 2**16
 """Elements that are looked at together, at the least; of large tensors a 64th."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -103,6 +106,52 @@ def require_same_routing(
         )
 
 
+def compare_gradients(
+    inputs: Mapping[Any, Any], group: Group, site: Site, device_type: str
+) -> None:
+    """Have the ranks compare the gradients that the next backward makes of ``inputs``.
+
+    Of what the plan was compiled with, each rank gets all of it. What is given now and was not then
+    may come into the layers where each has a part.
+
+    Raises:
+        RuntimeError: in that backward, on all ranks, where they differ.
+    """
+    for name, value in inputs.items():
+        for t in _compared(value):
+            if t.requires_grad and not isinstance(t, DTensor) and not is_copied(t):
+                _compare_gradient(str(name), t, group, site, device_type)
+
+
+def _compare_gradient(
+    name: str, given: torch.Tensor, group: Group, site: Site, device_type: str
+) -> None:
+    def compare(grad: torch.Tensor) -> None:
+        handle.remove()
+        if compat.is_wrapped(grad) or not _can_read([grad], device_type):
+            return
+        with torch.no_grad():
+            own = torch.view_as_real(grad) if grad.is_complex() else grad
+            sums = torch.stack([own.double().sum(), own.double().abs().sum()])
+            found = all_gather(sums[None].to(device_type), 0, group.size, group, site)
+        if ((found - found[0]).abs() > _APART * found.abs().max()).any():
+            raise RuntimeError(
+                f"the gradient of '{name}' is another one on each rank of the tensor-parallel "
+                "group: the model was not called with it when the plan was compiled, and each rank "
+                "computes with it what its part of the layers needs; give it in inputs= of "
+                "tpplan.parallelize"
+            )
+
+    handle = given.register_hook(compare)
+
+
+def _can_read(tensors: list[torch.Tensor], device_type: str) -> bool:
+    """Whether there are numbers to compare; a CUDA graph that is recorded reads nothing back."""
+    if compat.fakes_are_made() or any(t.is_meta for t in tensors):
+        return False
+    return not (device_type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
 def _everybody(
     tensors: list[torch.Tensor],
     group: Group,
@@ -111,10 +160,8 @@ def _everybody(
     randomness: Randomness | None,
 ) -> list[list[int]]:
     """The fingerprints of all ranks; none where nothing can be read."""
-    if compat.fakes_are_made() or any(t.is_meta for t in tensors):
+    if not _can_read(tensors, device_type):
         return []
-    if device_type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return []  # whose graph reads nothing back
     with torch.no_grad():
         mine = _fingerprints(tensors, group, device_type, randomness)
         found: list[list[int]] = all_gather(mine, 0, group.size, group, site).tolist()

@@ -105,6 +105,11 @@ def divide_gradient(x: torch.Tensor, by: int) -> torch.Tensor:
     return _DivideGradient.apply(x, by)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def is_copied(x: torch.Tensor) -> bool:
+    """Whether ``x`` is what ``copy_in`` gave: of its own gradient each rank may have a part."""
+    return isinstance(x.grad_fn, _CopyIn._backward_cls)  # type: ignore[attr-defined]
+
+
 def is_divided(x: torch.Tensor) -> bool:
     """Whether ``x`` is what ``divide_gradient`` gave."""
     return isinstance(x.grad_fn, _DivideGradient._backward_cls)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tpplan import compat
 from tpplan.comm import Site, split
-from tpplan.comm.agreement import require_same_inputs
+from tpplan.comm.agreement import compare_gradients, require_same_inputs
 from tpplan.comm.conjugates import join
 from tpplan.comm.placements import is_cut
 from tpplan.comm.sharded import Parted, Window
@@ -126,14 +126,13 @@ class Container(Lowered):
         require_none_replaced(self, stream.group)
         site = Site(state.plan.path, "inputs of the ranks, compared", phase="startup")
         draws = self.training and draws_in_training(self)
-        require_same_inputs(
-            # by name: what is given directly is told from what is in a list
-            {**dict(enumerate(args)), **kwargs},
-            stream.group,
-            site,
-            stream.mesh.device_type,
-            stream.randomness if draws else None,
-        )
+        # by name: what is given directly is told from what is in a list
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        where = stream.group, site, stream.mesh.device_type
+        require_same_inputs(given, *where, stream.randomness if draws else None)
+        if torch.is_grad_enabled():
+            site = Site(state.plan.path, "gradients of what it is given, compared", phase="startup")
+            compare_gradients(given, stream.group, site, stream.mesh.device_type)
 
     def _whole(self, x: DTensor) -> torch.Tensor:
         state = self._tpplan
