@@ -37,6 +37,7 @@ def introduce() -> None:
     _teach_saving(peft.PeftModel, peft.get_peft_model_state_dict)
     _teach_loading(sys.modules[_LOADING])
     _teach_tuners(sys.modules[_TUNERS])
+    _teach_prompts(peft.PeftModel)
 
 
 def _teach_saving(kind: Any, chosen: Any) -> None:
@@ -135,6 +136,23 @@ def _teach_tuners(module: Any) -> None:
         return unload(self, *args, **kwargs)
 
     kind.inject_adapter, kind._unload_and_optionally_merge = first, unloaded
+
+
+def _teach_prompts(kind: Any) -> None:
+    get = kind.get_prompt
+
+    @functools.wraps(get)
+    def taught(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = get(self, *args, **kwargs)
+        if not isinstance(made, torch.Tensor) and _is_sharded(self):
+            raise ValueError(
+                "prefix tuning gives the layers keys and values of all heads, and each rank "
+                "computes with some: use prompt tuning, whose tokens are part of the sequence, or "
+                "LoRA, before tpplan.parallelize"
+            )
+        return made
+
+    kind.get_prompt = taught
 
 
 def _is_sharded(model: nn.Module) -> bool:
