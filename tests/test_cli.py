@@ -17,6 +17,7 @@ import tpplan
 from tests.models import hf
 from tpplan.cli import main
 from tpplan.options import inputs_of
+from tpplan.shipped import described, shipped_plans
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +212,11 @@ def test_check_explain_list_show(config: str, capsys: pytest.CaptureFixture[str]
     code, out, _ = run(capsys, "show", "gpt")
     assert code == 0
     assert out == Path("plans/gpt.yaml").read_text()
+
+
+def test_what_is_listed_is_what_the_plans_say() -> None:
+    read = [(plan.name, plan.description, plan.models) for plan in shipped_plans()]
+    assert read == [tuple(listed) for listed in described()]
 
 
 def test_a_factory_of_the_users_own(

@@ -28,7 +28,7 @@ from tpplan.options import (
     weighed_for,
 )
 from tpplan.progress import Progress
-from tpplan.shipped import load_plan, plan_directories, shipped_plans
+from tpplan.shipped import described, load_plan, plan_directories
 from tpplan.version import __version__
 
 FINE, FAILED, USAGE = 0, 1, 2
@@ -350,7 +350,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    for plan in shipped_plans():
+    for plan in described():
         print(f"{plan.name:<16} {plan.description}")
         print(f"{'':<16} {', '.join(plan.models)}")
     return FINE

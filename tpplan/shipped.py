@@ -10,7 +10,9 @@ import re
 import sys
 from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
 
 from tpplan.language import Diagnostic, Pattern, Plan, PlanError, as_written, load, parse_mapping
 from tpplan.language.styles import WHOLE
@@ -18,6 +20,8 @@ from tpplan.language.styles import WHOLE
 if TYPE_CHECKING:
     from torch import nn
 
+# in the plans that are shipped, rules come last
+_HEAD = re.compile(r"^(?:rules|optional):", re.MULTILINE)
 # what a plan's text says of the classes that it lists
 _LISTED = re.compile(r"^models:(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 
@@ -45,6 +49,34 @@ def shipped_plans(listing: Container[str] | None = None) -> list[Plan]:
         files = [f for f in files if _may_list(f.read_text(encoding="utf-8"), listing)]
     plans = [load(file, search=plan_directories()) for file in files]
     return [p for p in plans if listing is None or any(name in listing for name in p.models)]
+
+
+class Shipped(NamedTuple):
+    """What is listed of a shipped plan, its own or that of the plan it extends.
+
+    Attributes:
+        models: names of classes.
+    """
+
+    name: str
+    description: str
+    models: tuple[str, ...]
+
+
+def described() -> list[Shipped]:
+    """Every shipped plan, by name; their rules, which take a second, are not read."""
+    files = [f for d in plan_directories() for f in sorted(d.glob("*.yaml"))]
+    heads = {f.name: _HEAD.split(f.read_text(encoding="utf-8"), maxsplit=1)[0] for f in files}
+    stated = {name: yaml.safe_load(head) for name, head in heads.items()}
+
+    def of(name: str, key: str) -> Any:
+        found = stated[name]
+        if key in found or "extends" not in found:
+            return found.get(key)
+        return of(f"{Path(found['extends']).stem}.yaml", key)
+
+    named = ((name, of(name, "description"), of(name, "models")) for name in stated)
+    return [Shipped(n, (said or "").strip(), tuple(models or ())) for n, said, models in named]
 
 
 def _may_list(text: str, listing: Container[str]) -> bool:
