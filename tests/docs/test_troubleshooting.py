@@ -25,6 +25,7 @@ EXEMPT: Mapping[str, tuple[str, ...]] = {
     ),
     "what collectives are for, in reports": (
         "inputs of the ranks, compared",
+        "gradients of what it is given, compared",
         "experts that the ranks chose, compared",
         "how many tokens chose each expert",
         "sum of the gradients of replicated parameters",
