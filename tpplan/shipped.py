@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 # in the plans that are shipped, rules come last
 _HEAD = re.compile(r"^(?:rules|optional):", re.MULTILINE)
-# what a plan's text says of the classes that it lists
-_LISTED = re.compile(r"^models:(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 
 PlanSource = Plan | str | os.PathLike[str] | Mapping[str, Any]
 
@@ -44,11 +42,15 @@ def shipped_plans(listing: Container[str] | None = None) -> list[Plan]:
         listing: names of classes, where only plans that list one of them are wanted; to read them
             all takes a second.
     """
-    files = [f for d in plan_directories() for f in sorted(d.glob("*.yaml"))]
+    files = _files()
     if listing is not None:
-        files = [f for f in files if _may_list(f.read_text(encoding="utf-8"), listing)]
-    plans = [load(file, search=plan_directories()) for file in files]
-    return [p for p in plans if listing is None or any(name in listing for name in p.models)]
+        said = zip(files, described(), strict=True)
+        files = [f for f, its in said if any(name in listing for name in its.models)]
+    return [load(file, search=plan_directories()) for file in files]
+
+
+def _files() -> list[Path]:
+    return [f for d in plan_directories() for f in sorted(d.glob("*.yaml"))]
 
 
 class Shipped(NamedTuple):
@@ -65,8 +67,7 @@ class Shipped(NamedTuple):
 
 def described() -> list[Shipped]:
     """Every shipped plan, by name; their rules, which take a second, are not read."""
-    files = [f for d in plan_directories() for f in sorted(d.glob("*.yaml"))]
-    heads = {f.name: _HEAD.split(f.read_text(encoding="utf-8"), maxsplit=1)[0] for f in files}
+    heads = {f.name: _HEAD.split(f.read_text(encoding="utf-8"), maxsplit=1)[0] for f in _files()}
     stated = {name: yaml.safe_load(head) for name, head in heads.items()}
 
     def of(name: str, key: str) -> Any:
@@ -77,11 +78,6 @@ def described() -> list[Shipped]:
 
     named = ((name, of(name, "description"), of(name, "models")) for name in stated)
     return [Shipped(n, (said or "").strip(), tuple(models or ())) for n, said, models in named]
-
-
-def _may_list(text: str, listing: Container[str]) -> bool:
-    said = _LISTED.search(text)  # a plan that does not say has those of the plan that it extends
-    return said is None or any(name in listing for name in re.findall(r"\w+", said[1]))
 
 
 def load_plan(source: PlanSource, model: nn.Module | None = None) -> Plan:

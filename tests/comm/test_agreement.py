@@ -18,7 +18,13 @@ from tests.models import hf, sharded, token_ids
 from tests.ranks import Ranks
 from tests.rewrite import MODES
 from tpplan.comm import Group, Randomness, Site
-from tpplan.comm.agreement import SWITCH, Schedule, _fingerprint, require_same_inputs
+from tpplan.comm.agreement import (
+    SWITCH,
+    Schedule,
+    _fingerprint,
+    compare_gradients,
+    require_same_inputs,
+)
 
 ALONE = Group(None, "", 1, 0)
 DTYPES = (
@@ -199,6 +205,48 @@ def later_job(mesh: DeviceMesh, sp: bool) -> Errors:
     sampled = complaint(generate, token_ids(1, 5, 3), max_new_tokens=40, do_sample=True)
     found.add("sampling alike", same(not sampled))
     return found.errors
+
+
+def gradients_job(mesh: DeviceMesh) -> Errors:
+    """Gradients that differ between ranks, and what rounding makes of equal ones."""
+    found = Findings()
+    rank = mesh.get_local_rank()
+
+    def told(grad: torch.Tensor) -> str:
+        given = torch.zeros_like(grad, requires_grad=True)
+        compare_gradients({"bias": given}, Group.of(mesh), Site("", ""), mesh.device_type)
+        try:
+            (2 * given).backward(grad)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64):
+        grad = values(dtype, 300, 500)
+        wrong = {
+            "of the same values": grad.flip(1) if rank else grad,
+            "of the same sums": grad.roll(7, 0) if rank else grad,
+            "with another sign": -grad if rank else grad,
+            "of other columns": grad * (torch.arange(500) % 2 == rank),
+            "a tenth": 0.1 * values(dtype, 300, 500).t().reshape(300, 500) * rank + grad,
+            "none on one": grad * rank,
+        }
+        noise = 1 + rank * 2**-8 * torch.rand(300, 500)
+        right = {
+            "the same": grad,
+            "rounded": (grad * noise).to(dtype),
+            "zero": 0 * grad,
+            "empty": grad[:0],
+        }
+        for name, one in wrong.items():
+            found.add(f"{dtype} {name}", same("gradient of 'bias'" in told(one)))
+        for name, one in right.items():
+            found.add(f"{dtype} right: {name}", same(not told(one)))
+    return found.errors
+
+
+def test_gradients(ranks: Ranks) -> None:
+    assert not beyond(ranks.run(2, gradients_job))
 
 
 def test_inputs(ranks: Ranks) -> None:

@@ -20,6 +20,7 @@ SWITCH = "TPPLAN_CHECK_RANKS"
 _OFTEN = 256
 _APART = 1e-2
 """Of a gradient's size: what rounding does not make on ranks that compute the same."""
+_SUMS = 4
 _PIECE = 2**16
 """Elements that are looked at together, at the least; of large tensors a 64th."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -131,10 +132,9 @@ def _compare_gradient(
         if compat.is_wrapped(grad) or not _can_read([grad], device_type):
             return
         with torch.no_grad():
-            own = torch.view_as_real(grad) if grad.is_complex() else grad
-            sums = torch.stack([own.double().sum(), own.double().abs().sum()])
-            found = all_gather(sums[None].to(device_type), 0, group.size, group, site)
-        if ((found - found[0]).abs() > _APART * found.abs().max()).any():
+            mine = _projections(grad)[None].to(device_type)
+            found = all_gather(mine, 0, group.size, group, site)
+        if ((found - found[0]).abs() > _APART * found[:, 0].max()).any():
             raise RuntimeError(
                 f"the gradient of '{name}' is another one on each rank of the tensor-parallel "
                 "group: the model was not called with it when the plan was compiled, and each rank "
@@ -215,11 +215,34 @@ def _fingerprint(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     at = 0
     for piece in _pieces(tensor.detach().resolve_conj().resolve_neg(), _piece(tensor)):
         words = piece.view(_WORDS[piece.element_size()]).to(torch.long, copy=True)
-        weights = torch.arange(at, at + words.numel(), device=words.device)
-        weights.mul_(_FIRST).bitwise_xor_(weights >> 29).mul_(_SECOND).bitwise_xor_(weights >> 32)
-        total += words.mul_(weights.bitwise_or_(1)).sum()
+        total += words.mul_(_weights(at, words).bitwise_or_(1)).sum()
         at += words.numel()
     return total
+
+
+def _projections(tensor: torch.Tensor) -> torch.Tensor:
+    """The size of ``tensor``, and sums of its elements with signs that are random, and the same on
+    all ranks: those of two tensors differ by about the size of their difference.
+    """
+    signs = torch.arange(_SUMS, device=tensor.device)
+    sums = torch.zeros(1 + _SUMS, dtype=torch.float64, device=tensor.device)
+    at = 0
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    for piece in _pieces(values.detach(), _piece(values)):
+        own = piece.double()
+        bits = (_weights(at, own)[:, None] >> signs) & 1
+        sums[0] += own.square().sum()
+        sums[1:] += own @ (2 * bits - 1).double()
+        at += own.numel()
+    sums[0].sqrt_()
+    return sums
+
+
+def _weights(first: int, like: torch.Tensor) -> torch.Tensor:
+    """A number for each element of ``like``, which is flat, by its place from ``first`` on."""
+    weights = torch.arange(first, first + like.numel(), device=like.device)
+    weights.mul_(_FIRST).bitwise_xor_(weights >> 29).mul_(_SECOND)
+    return weights.bitwise_xor_(weights >> 32)
 
 
 def _replica(tensor: DTensor, group: Group) -> torch.Tensor:

@@ -132,7 +132,7 @@ class Container(Lowered):
         require_same_inputs(given, *where, stream.randomness if draws else None)
         if torch.is_grad_enabled():
             site = Site(state.plan.path, "gradients of what it is given, compared", phase="startup")
-            compare_gradients(given, stream.group, site, stream.mesh.device_type)
+            compare_gradients(given, *where)
 
     def _whole(self, x: DTensor) -> torch.Tensor:
         state = self._tpplan
