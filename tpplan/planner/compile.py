@@ -139,7 +139,10 @@ class _Compiler(Outcome):
             first = routed(self.model, calls[0]) or calls[:1]
             calls = (*first, *calls[1:])
         about = self.model, self.plan, inputs
-        self.trace, drawing = self.known.once(about, "traces", lambda: self.traces(calls, inputs))
+        hidden = frozenset(self.of("stacked"))
+        self.trace, drawing = self.known.any_plan.once(
+            (self.model, inputs), ("traces", hidden), lambda: self.traces(calls, inputs)
+        )
         self.orient()
         drawn = self.find_regions(drawing)
         self.sizes.lay_out(self.trace)

@@ -12,17 +12,21 @@ class Known:
     """Remembers what hangs on neither tp, ep nor the mode, as traces of the unsharded model do.
 
     Attributes:
+        any_plan: of what hangs on no plan either, as the traces.
         settled: a model and what a region of it hangs on -> the model, and which of the changes to
             numbers of its code made it right: the one to try first when that is asked again.
     """
 
-    def __init__(self, settled: dict[Hashable, tuple[object, int]] | None = None) -> None:
+    def __init__(self, any_plan: Known | None = None) -> None:
         self._found: dict[Hashable, tuple[tuple[object, ...], object]] = {}
-        self.settled = {} if settled is None else settled
+        self.any_plan = any_plan or self
+        self.settled: dict[Hashable, tuple[object, int]] = {}
+        if any_plan is not None:
+            self.settled = any_plan.settled
 
     def of_another_plan(self) -> Known:
         """One for another plan, which may have regions in common with those before."""
-        return Known(self.settled)
+        return Known(self.any_plan)
 
     def once(self, about: tuple[object, ...], key: Hashable, find: Callable[[], T]) -> T:
         """What ``find`` gives, which is asked the first time only.
