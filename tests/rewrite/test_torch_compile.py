@@ -6,11 +6,13 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpplan
-from tests.compare import Errors, beyond, error, full, step
-from tests.models import hf, token_ids
+from tests.compare import Errors, Findings, beyond, error, full, step
+from tests.models import hf, randomize, token_ids
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.turns(32)
@@ -67,3 +69,73 @@ def exported(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
 def test_exported(ranks: Ranks, sequence_parallel: bool) -> None:
     assert beyond(ranks.run(2, exported, sequence_parallel)) == {}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Told(nn.Module):
+    """Gives what was after each layer, and the logits, beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        states = [self.embed(ids)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        logits = self.head(self.norm(states[-1]))
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits, states
+
+
+def unread(mesh: DeviceMesh, output: str) -> Errors:
+    """Sharded results of a graph that no loss reads, and that one does."""
+    plan = {
+        "tpplan": 1,
+        "rules": {
+            "layers.*.norm": "sequence_parallel",
+            "norm": "sequence_parallel",
+            "layers.*.up": "colwise",
+            "layers.*.down": "rowwise",
+            "embed": "vocab",
+            "head": {"style": "vocab", "output": output},
+        },
+    }
+    reference = Told()
+    randomize(reference, 0, 0.5)
+    model = tpplan.parallelize(
+        copy.deepcopy(reference), plan, mesh, sequence_parallel=True, inputs=token_ids(2, 8, 0, 16)
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = Findings()
+    for length in (9, 12):  # of 9 rows the last of four ranks has none
+        ids = token_ids(2, length, length, 16)
+        for read in ((), (2,), (1, 2)):
+
+            def run(
+                m: nn.Module, ids: torch.Tensor = ids, read: tuple[int, ...] = read
+            ) -> dict[str, torch.Tensor]:
+                loss, logits, states = (compiled if m is model else m)(ids)
+                more = [states[i].square().mean() for i in read]
+                return {"objective": loss + sum(more), "loss": loss, "logits": logits}
+
+            found.add(f"length {length}, {read}", step(reference, model, run, plain=False))
+    return found.errors
+
+
+@pytest.mark.turns(24)
+@pytest.mark.parametrize("output", ["gather", "shard"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_results_that_nothing_reads(ranks: Ranks, tp: int, output: str) -> None:
+    """Where nothing reads a result its gradient is plain zeros (pytorch#172556)."""
+    assert beyond(ranks.run(tp, unread, output)) == {}

@@ -31,7 +31,7 @@ class Source:
         specs: those that were made, as making one takes long.
     """
 
-    __slots__ = ("group", "kind", "randomness", "site", "specs")
+    __slots__ = ("__weakref__", "group", "kind", "randomness", "site", "specs")
 
     def __init__(
         self, group: Group, site: Site, randomness: Randomness, kind: type[Rooted]

@@ -27,7 +27,7 @@ from tpplan.comm.conjugates import Transition, join, split
 from tpplan.comm.pace import Pieces
 from tpplan.comm.placements import is_cut
 from tpplan.comm.randomness import Randomness
-from tpplan.comm.sharded import Parted, Sharded, Window, rows_of, whole_of
+from tpplan.comm.sharded import Parted, Sharded, Window, living, rows_of, whole_of
 from tpplan.comm.source import Source
 
 # runs that are remembered, for code of theirs that backward recomputes: of the last forwards
@@ -119,6 +119,7 @@ class Stream:
         self.randomness = Randomness(self.group.rank, mesh.device_type)
         site = Site("", "the stream, gathered")
         self.source = Source(self.group, site, self.randomness, Sharded)
+        living.add(self.source)
         self.anchor = traced.anchor(self.source)
         site = Site("", "what left the model in parts, gathered")
         self.parted = Source(self.group, site, self.randomness, Parted)

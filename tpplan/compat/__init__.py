@@ -70,6 +70,7 @@ from tpplan.compat.tensors import local_of as local_of
 from tpplan.compat.tensors import mesh_of as mesh_of
 from tpplan.compat.tensors import shards_of as shards_of
 from tpplan.compat.tensors import spec_of as spec_of
+from tpplan.compat.tensors import tangents_of as tangents_of
 from tpplan.compat.tensors import unflattened as unflattened
 from tpplan.compat.threads import one_thread as one_thread
 from tpplan.compat.worlds import fake_world as fake_world

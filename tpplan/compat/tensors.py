@@ -149,6 +149,30 @@ def unflattened(kind: type[DTensor], inner: Any, context: Any, size: Any, stride
     )
 
 
+def tangents_of(
+    kind: type[DTensor], take: Callable[[torch.Tensor, type[DTensor], Any], torch.Tensor | None]
+) -> None:
+    """Have compiled graphs take whole gradients of the tensors of a ``kind`` that they give.
+
+    Where nothing reads such a result, autograd makes zeros for it that are a plain tensor, and
+    torch raises (pytorch#172556).
+
+    Args:
+        take: of a whole gradient, and of the class and the context of what the graph gave: the
+            gradient to be had; None where that cannot be known.
+    """
+    name = "__coerce_same_metadata_as_tangent__"
+    there(DTensor, name)  # which torch asks for
+    others = getattr(torch.Tensor, name, None)
+
+    def coerced(self: torch.Tensor, context: Any, expected: type | None = None) -> Any:
+        if expected is not None and issubclass(expected, kind):
+            return take(self, expected, context)
+        return None if others is None else others(self, context, expected)
+
+    setattr(torch.Tensor, name, coerced)
+
+
 def kept_by_fsdp(placement: type[Placement], kind: type[DTensor]) -> None:
     """Have FSDP2 build DTensors of which a placement is of class ``placement`` as ``kind``.
 
