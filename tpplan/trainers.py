@@ -163,6 +163,7 @@ def _teach_accelerator(kind: Any) -> None:
         # FSDP2 is applied by accelerate itself, where it was told how
         if not self.is_fsdp2 and _is_sharded(model):
             _tell(self, model, evaluation_mode)
+            _draw_alike(self)
             evaluation_mode = True
         return prepare_model(self, model, device_placement, evaluation_mode)
 
@@ -243,6 +244,22 @@ def _tell(accelerator: Any, model: nn.Module, evaluation: bool) -> None:
         sizes = copies, _tp(model)
         mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp_shard", "tp"))
         accelerator.state.device_mesh = mesh
+
+
+def _draw_alike(accelerator: Any) -> None:
+    """Have the ranks of each tp group go on from the place in the random sequence of its first.
+
+    TRL's trainers that sample (GRPO, RLOO) give every process a seed of its own.
+    """
+    group = accelerator.state.device_mesh["tp"].get_group()
+    kinds = [torch.random]
+    if accelerator.device.type != "cpu":
+        kinds.append(torch.get_device_module(accelerator.device))
+    state = [kind.get_rng_state() for kind in kinds]
+    dist.broadcast_object_list(state, group=group, group_src=0)
+    for kind, first in zip(kinds, state, strict=True):
+        if not torch.equal(kind.get_rng_state(), first):
+            kind.set_rng_state(first)
 
 
 def _not_averaged(copies: int) -> ValueError:
