@@ -107,12 +107,15 @@ class Cuts:
             path: Decision(ATTENTION.name, {"attributes": some}) for path, some in told.items()
         }
         entered = {} if self.plain else self.layouts.entry()
-        for path, decision in entered.items():
-            both = {**decision.options, **(stated[path].options if path in stated else {})}
-            yield {**rules, **stated, path: Decision(ATTENTION.name, both)}
-        yield {**rules, **stated}
-        if self.around not in stated:
-            yield {**rules, **stated, self.around: Decision(ATTENTION.name)}
+        # a norm that is cut counts its heads by itself
+        counted = {path: decision for path, decision in stated.items() if path not in rules}
+        for some in (counted, stated) if counted != stated else (stated,):
+            for path, decision in entered.items():
+                both = {**decision.options, **(some[path].options if path in some else {})}
+                yield {**rules, **some, path: Decision(ATTENTION.name, both)}
+            yield {**rules, **some}
+            if self.around not in some:
+                yield {**rules, **some, self.around: Decision(ATTENTION.name)}
 
     def _rule(self, name: str, cut: Cut, heads: int) -> tuple[str, Decision]:
         """The path of the module that has a parameter, or its own, and its rule."""

@@ -73,6 +73,10 @@ class Slot:
         """All that it may have rules for."""
         return frozenset(path for held in self.members.values() for path in held)
 
+    def within(self, prefixes: tuple[str, ...]) -> bool:
+        """Whether something of it is in modules, of which the paths end in a dot."""
+        return any(path.startswith(prefixes) for path in self.paths)
+
     @property
     def variant(self) -> Variant:
         """The one that is tried."""

@@ -25,7 +25,7 @@ from tpplan.styles import named
 from tpplan.styles.attention import ATTENTION
 from tpplan.suggestion.anatomy import Anatomy
 from tpplan.suggestion.draft import WHOLE, Decision, Slot
-from tpplan.suggestion.layouts import ON_ROWS
+from tpplan.suggestion.layouts import GATHERED, ON_ROWS
 from tpplan.suggestion.patterns import Names, patterns_of
 from tpplan.suggestion.text import plan_from, written
 
@@ -58,7 +58,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.names = Names(self.model)
-        self.joined: list[str] = []
+        self.joined: dict[str, Decision] = {}
         self.summing: list[str] = []
         self.proved: set[tuple[str, bool]] = set()
         self.known = {*self.names.modules.values(), *self.names.tensors}
@@ -84,7 +84,7 @@ class Search:
                 self._settle(True)
                 self._go_back(True)
             except PlanError as error:
-                self.without = self.without or first_line(error)
+                self.without, self.joined = self.without or first_line(error), {}
                 for slot, at in zip(self.anatomy.slots, before, strict=True):
                     slot.at, slot.refused = at, slot.refused[:at]
             else:
@@ -121,9 +121,9 @@ class Search:
             outer = (*layers, *self.joined)
             if not owner or around or any(owner.startswith(f"{other}.") for other in outer):
                 continue
-            self.joined.append(owner)
+            self.joined[owner] = ON_ROWS
             if not all(self.holds(self.decisions(), mode) for mode in (True, False)):
-                self.joined.remove(owner)
+                del self.joined[owner]
 
     def _stacks(self) -> Iterator[dict[str, object]]:
         """Entries of the plan that name the stack, where it is not found without."""
@@ -154,9 +154,9 @@ class Search:
         inside = {p for s in slots if not s.region for p in s.paths if p.startswith(around)}
         found = {path: decision for path, decision in found.items() if path not in inside}
         found.update(dict.fromkeys(self.summing, _REDUCED))
-        for owner in self.joined:
+        for owner, decision in self.joined.items():
             found = {p: d for p, d in found.items() if not p.startswith(f"{owner}.")}
-            found[owner] = ON_ROWS
+            found[owner] = decision
         return found
 
     def holds(self, decisions: Mapping[str, Decision], sequence_parallel: bool) -> bool:
@@ -274,14 +274,18 @@ class Search:
 
     def _settle(self, sequence_parallel: bool) -> None:
         self.say("all of it, " + ("with" if sequence_parallel else "without") + " the sequence cut")
+        before = [slot.at for slot in self.anatomy.slots]
         first: PlanError | None = None
         for _ in range(_ROUNDS):
             error = self._refused(self.decisions(), sequence_parallel)
             if error is None:
                 return
             first = first or error
-            if not self._repair(error, sequence_parallel):
+            if self._repair(error, sequence_parallel):
+                continue
+            if not sequence_parallel or not self._start_over(before, first):
                 break
+            before = [slot.at for slot in self.anatomy.slots]
         assert first is not None
         raise first
 
@@ -312,6 +316,43 @@ class Search:
                         return True
         outside = [s for s in self.anatomy.slots if not s.region and self._is_outside(s)]
         return any(slot.advance(first_line(error)) for slot in reversed(outside))
+
+    def _start_over(self, before: Sequence[int], error: PlanError) -> bool:
+        """Once more from where the slots were, with something else for what was wrong first."""
+        for slot, at in zip(self.anatomy.slots, before, strict=True):
+            slot.at, slot.refused = at, slot.refused[:at]
+        return any(self._give_rows(d.about, error) for d in error.diagnostics)
+
+    def _give_rows(self, paths: Sequence[str], error: PlanError) -> bool:
+        """Give modules without a rule all rows: with the region around them, or by themselves."""
+        if any(self._holds_elements(path) for path in paths):
+            return False
+        owners = {path.rpartition(".")[0] for path in paths}
+        within = tuple(f"{path}." for path in owners if not self._holds_elements(path))
+        around = [slot for slot in self.anatomy.slots if slot.region and slot.within(within)]
+        for slot in around:
+            taken = slot.at
+            while slot.at + 1 < slot.sharded and slot.advance(first_line(error)):
+                if self._says_other(error):
+                    return True
+            slot.at, slot.refused = taken, slot.refused[:taken]
+        inside = tuple(f"{path}." for path in paths)
+        if any(not s.left_whole and s.within(inside) for s in self.anatomy.slots if s.region):
+            return False
+        self.joined.update(dict.fromkeys(paths, GATHERED))
+        if self._says_other(error):
+            return True
+        self.joined = {p: d for p, d in self.joined.items() if p not in paths}
+        return False
+
+    def _says_other(self, error: PlanError) -> bool:
+        """Whether something else is wrong now with the sequence cut, or nothing."""
+        now = self._refused(self.decisions(), True)
+        return now is None or first_line(now) != first_line(error)
+
+    def _holds_elements(self, path: str) -> bool:
+        """Whether a module is an element of the stack, or around some."""
+        return not path or any(f"{e}.".startswith(f"{path}.") for e in self.anatomy.elements)
 
     def _is_outside(self, slot: Slot) -> bool:
         inside = tuple(f"{path}." for path in self.anatomy.elements)
