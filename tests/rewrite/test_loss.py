@@ -447,3 +447,52 @@ def test_recomputed(ranks: Ranks, sp: bool) -> None:
 def test_targets_out_of_bounds(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"IndexError: Target \d+ is out of bounds"):
         ranks.run(2, out_of_bounds)
+
+
+class Penalized(nn.Module):
+    """Adds what its layer keeps of a weight to logits that it has computed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layer = Kept()
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embed(ids)
+        logits = self.head(x + self.layer(x))
+        other = logits.square().mean()
+        return logits + self.layer.kept, other
+
+
+class Kept(nn.Module):
+    kept: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.up.weight.square().mean()
+        return self.down(self.up(x).tanh())
+
+
+def penalized_job(mesh: DeviceMesh) -> Errors:
+    rules = {"embed": "vocab", "layer.up": "colwise", "layer.down": "rowwise", "head": "vocab"}
+    reference, ids = Penalized(), token_ids(2, 7, 0, 16)
+    randomize(reference, 0, 0.5)
+    plan = {"tpplan": 1, "rules": rules}
+    made = copy.deepcopy(reference)
+    model = tpplan.parallelize(made, plan, mesh, sequence_parallel=False, inputs=ids)
+
+    def run(m: Any) -> Mapping[str, torch.Tensor]:
+        logits, other = m(ids)
+        weights = weights_like(logits, 1)
+        return {"logits": logits, "other": other, "objective": (logits * weights).sum() + other}
+
+    return step(reference, model, run)
+
+
+@SIZES
+def test_a_sum_over_a_sharded_weight_beside_sharded_logits(ranks: Ranks, tp: int) -> None:
+    """Its gradient is a DTensor, as it is."""
+    assert not beyond(ranks.run(tp, penalized_job))

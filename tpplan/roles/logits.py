@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.nn import _reduction
+from torch.utils._pytree import tree_map
 
 from tpplan.comm import Site, Stream, Transition, chunk, join
 from tpplan.comm.cross_entropy import Vocabulary, cross_entropy
 from tpplan.comm.placements import dim_of
-from tpplan.comm.sharded import Sharded, rows_of, whole_of
-from tpplan.comm.source import Source
+from tpplan.comm.sharded import Sharded, Window, rows_of, whole_of
+from tpplan.comm.source import Rooted, Source
 from tpplan.comm.stream import chunk_of, version_of
 
 
@@ -70,6 +71,12 @@ class Origin(Source):
         )
 
 
+def _gathered(t: Any) -> Any:
+    """What is computed of sharded parameters, whole: its gradient must be a DTensor as it is."""
+    foreign = isinstance(t, DTensor) and not isinstance(t, Rooted | Window)
+    return t.full_tensor() if foreign and t.requires_grad else t
+
+
 class Logits(Sharded):
     """A DTensor sharded along its classes, for code that was written for whole logits.
 
@@ -81,7 +88,7 @@ class Logits(Sharded):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = tree_map(_gathered, (args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.cross_entropy:
                 loss = _loss(*args, **kwargs)
