@@ -40,6 +40,7 @@ WHY = """Why some are worse:
   and attention is left whole.
 - gemma3n, gemma3n_text: some layers cut off by the mean and deviation of a whole width, and the
   search has one rule for all layers of a make; the shipped plan tells them apart by their numbers.
+  What else is shared costs four collectives more.
 - git: what is chosen is the plan for TP, where both cost the same. Under TP+SP its norms before
   patches and tokens are put together are on rows, and gathered; the shipped plan has them whole.
 - blt: its table of hashes, two thirds of the real model's parameters and few of the tiny one's, is
@@ -48,8 +49,10 @@ WHY = """Why some are worse:
   gets one way; the search found none that is right for both, and left attention whole.
 - jetmoe: experts that take tokens sorted by whom they chose, with the counts as numbers: no trace
   shows which columns belong together. The shipped plan names the two weights.
-- xlnet: attention, whole in both, is given all rows by the shipped plan (`input: gather`), so that
-  it runs under TP+SP too; of a module of bare parameters the search does not try that."""
+- rwkv: attention by channels, each with a decay of its own, was refused as the search put it
+  together, and is left whole.
+- zamba, zamba2: one block of attention serves several layers, with the model's first embeddings
+  beside the stream; the search leaves it whole, and finds no way to cut the sequence then."""
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,8 @@ def test_with_and_without_the_sequence_cut(mixer: type[nn.Module]) -> None:
 
     plan = tpplan.suggest(model(), 2, INPUTS)
     found = rules(plan)
-    assert {
-        path: found.get(f"layers.*.mixer{path}") for path in MIXERS[mixer]
-    } == MIXERS[mixer], plan.text
+    assert {path: found.get(f"layers.*.mixer{path}") for path in MIXERS[mixer]} == MIXERS[mixer], (
+        plan.text
+    )
     for sequence_parallel in (False, True):
         tpplan.verify(model, plan, 4, sequence_parallel=sequence_parallel, inputs=INPUTS)
