@@ -251,7 +251,10 @@ def _draw_alike(accelerator: Any) -> None:
 
     TRL's trainers that sample (GRPO, RLOO) give every process a seed of its own.
     """
-    group = accelerator.state.device_mesh["tp"].get_group()
+    mesh = accelerator.state.device_mesh
+    if "tp" not in (mesh.mesh_dim_names or ()):
+        return
+    group = mesh["tp"].get_group()
     kinds = [torch.random]
     if accelerator.device.type != "cpu":
         kinds.append(torch.get_device_module(accelerator.device))

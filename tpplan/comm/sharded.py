@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -112,12 +113,18 @@ living: weakref.WeakSet[Source] = weakref.WeakSet()
 """Those of the models that there are."""
 
 
+def _meshes() -> dict[str, DeviceMesh]:
+    return {source.group.name: source.mesh for source in living}
+
+
 def _own_rows(whole: torch.Tensor, kind: type[DTensor], context: Any) -> torch.Tensor | None:
     """Of a gradient that is the same on every rank: what a rank has of it.
 
     The context does not tell the mesh: models on several leave it open.
     """
-    meshes = {source.group.name: source.mesh for source in living}
+    meshes = _meshes()
+    if len(meshes) > 1 and gc.collect():
+        meshes = _meshes()
     if len(meshes) != 1:
         return None
     inner = {"_local_tensor": whole, "device_mesh": next(iter(meshes.values()))}
