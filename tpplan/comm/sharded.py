@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,34 +105,6 @@ class Window(DTensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The values, as a plain tensor; differentiable."""
         return self.clone()
-
-
-living: weakref.WeakSet[Source] = weakref.WeakSet()
-"""Those of the models that there are."""
-
-
-def _meshes() -> dict[str, DeviceMesh]:
-    return {source.group.name: source.mesh for source in living}
-
-
-def _own_rows(whole: torch.Tensor, kind: type[DTensor], context: Any) -> torch.Tensor | None:
-    """Of a gradient that is the same on every rank: what a rank has of it.
-
-    The context does not tell the mesh: models on several leave it open.
-    """
-    meshes = _meshes()
-    if len(meshes) > 1 and gc.collect():
-        meshes = _meshes()
-    if len(meshes) != 1:
-        return None
-    inner = {"_local_tensor": whole, "device_mesh": next(iter(meshes.values()))}
-    like = kind.__tensor_unflatten__(inner, context, whole.shape, whole.stride())
-    source, dim = like._tpplan_source, dim_of(like)  # type: ignore[attr-defined]
-    rows = source.own(whole, dim).contiguous()
-    return wrapped(rows, source, source.spec(rows, whole.size(dim), dim))
-
-
-compat.tangents_of(Sharded, _own_rows)
 
 
 @functools.cache

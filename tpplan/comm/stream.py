@@ -27,8 +27,9 @@ from tpplan.comm.conjugates import Transition, join, split
 from tpplan.comm.pace import Pieces
 from tpplan.comm.placements import is_cut
 from tpplan.comm.randomness import Randomness
-from tpplan.comm.sharded import Parted, Sharded, Window, living, rows_of, whole_of
+from tpplan.comm.sharded import Parted, Sharded, Window, rows_of, whole_of
 from tpplan.comm.source import Source
+from tpplan.comm.tangents import living
 
 # runs that are remembered, for code of theirs that backward recomputes: of the last forwards
 _REMEMBERED = 16384

@@ -22,9 +22,10 @@ from tpplan.proof import Verification, VerificationError, verify
 from tpplan.styles import named
 from tpplan.suggestion.draft import Decision
 from tpplan.suggestion.patterns import Names
-from tpplan.suggestion.search import Say, Search, examine, size_of
+from tpplan.suggestion.search import Say, Search
 from tpplan.suggestion.short import shortened, stand_in
 from tpplan.suggestion.text import plan_from, written
+from tpplan.suggestion.trial import examine, size_of
 from tpplan.suggestion.weigh import Candidate, Task, weighed
 from tpplan.version import __version__
 

@@ -20,9 +20,10 @@ from tpplan.planner import compile_plan
 from tpplan.planner.match import match
 from tpplan.suggestion.draft import Decision, Slot
 from tpplan.suggestion.patterns import Names, patterns_of
-from tpplan.suggestion.search import Say, Search, examine, first_line, size_of
+from tpplan.suggestion.search import Say, Search
 from tpplan.suggestion.short import shortened, stand_in
 from tpplan.suggestion.text import rule_text, rules_from
+from tpplan.suggestion.trial import examine, first_line, size_of
 
 _ROUNDS = 24
 _SECONDS = 60.0

@@ -14,13 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.language import Plan, PlanError
+from tpplan.language import PlanError
 from tpplan.models import RUNNABLE
 from tpplan.observe.mates import LISTS
-from tpplan.planner import compile_plan
 from tpplan.planner.known import Known
 from tpplan.planner.match import folded
-from tpplan.proof import prove
 from tpplan.styles import named
 from tpplan.styles.attention import ATTENTION
 from tpplan.suggestion.anatomy import Anatomy
@@ -28,6 +26,7 @@ from tpplan.suggestion.draft import WHOLE, Decision, Slot
 from tpplan.suggestion.layouts import GATHERED, ON_ROWS
 from tpplan.suggestion.patterns import Names, patterns_of
 from tpplan.suggestion.text import plan_from, written
+from tpplan.suggestion.trial import examine, first_line, size_of
 
 _ROUNDS = 60
 _AGAIN = 2
@@ -371,34 +370,3 @@ class Search:
         except PlanError as error:
             return error
         return None
-
-
-def examine(
-    model: nn.Module,
-    plan: Plan,
-    tp: int,
-    sequence_parallel: bool,
-    inputs: Any,
-    memory: Known,
-) -> None:
-    """Compile a plan and run it on simulated ranks.
-
-    Args:
-        memory: of other plans for the model.
-
-    Raises:
-        PlanError: where either refuses it.
-    """
-    known = memory.of_another_plan()
-    compiled = compile_plan(model, plan, tp, sequence_parallel, inputs=inputs, known=known)
-    prove(model, compiled, inputs)
-
-
-def size_of(model: nn.Module) -> int:
-    """How many numbers the parameters of a model have."""
-    return sum(p.numel() for p in model.parameters())
-
-
-def first_line(error: PlanError) -> str:
-    """The first thing that an error says."""
-    return error.diagnostics[0].message

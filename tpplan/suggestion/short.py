@@ -15,8 +15,8 @@ from tpplan.simulate.folding import Fold, find_folds, shortened_model
 from tpplan.suggestion.anatomy import Anatomy, anatomy_of
 from tpplan.suggestion.bench import bench_for
 from tpplan.suggestion.patterns import Names
-from tpplan.suggestion.search import size_of
 from tpplan.suggestion.traced import trace_of
+from tpplan.suggestion.trial import size_of
 
 
 def shortened(model: nn.Module, inputs: Any, tp: int) -> tuple[Sequence[Fold], nn.Module, Anatomy]:
