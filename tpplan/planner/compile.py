@@ -135,11 +135,8 @@ class _Compiler(Outcome):
     def examine(self, inputs: Any) -> None:
         """Run the model's shadow, infer what the plan leaves open, check what it says."""
         calls = calls_for(self.model, inputs)
-        if self.of("stacked"):
-            first = routed(self.model, calls[0]) or calls[:1]
-            calls = (*first, *calls[1:])
-        about = self.model, self.plan, inputs
-        hidden = frozenset(self.of("stacked"))
+        if hidden := frozenset(self.of("stacked")):
+            calls = (*(routed(self.model, calls[0]) or calls[:1]), *calls[1:])
         self.trace, drawing = self.known.any_plan.once(
             (self.model, inputs), ("traces", hidden), lambda: self.traces(calls, inputs)
         )
@@ -155,7 +152,7 @@ class _Compiler(Outcome):
         self.read = read_by_others(traces, self.placing.names.values())
         dim, columns = self.plan.sequence_dim, self.sizes.columns
         self.probed = self.known.once(
-            about,
+            (self.model, self.plan, inputs),
             ("probed", frozenset(columns)),
             lambda: probe_modules(self.model, self.styles, columns, traces, dim),
         )
