@@ -12,17 +12,21 @@ class Known:
     """Remembers what hangs on neither tp, ep nor the mode, as traces of the unsharded model do.
 
     Attributes:
-        any_plan: of what hangs on no plan either, as the traces.
         settled: a model and what a region of it hangs on -> the model, and which of the changes to
             numbers of its code made it right: the one to try first when that is asked again.
     """
 
     def __init__(self, any_plan: Known | None = None) -> None:
         self._found: dict[Hashable, tuple[tuple[object, ...], object]] = {}
-        self.any_plan = any_plan or self
+        self._any_plan = any_plan
         self.settled: dict[Hashable, tuple[object, int]] = {}
         if any_plan is not None:
             self.settled = any_plan.settled
+
+    @property
+    def any_plan(self) -> Known:
+        """Of what hangs on no plan either, as the traces."""
+        return self._any_plan or self  # not an attribute: a cycle would outlive its use
 
     def of_another_plan(self) -> Known:
         """One for another plan, which may have regions in common with those before."""
