@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import json
 import sys
@@ -119,6 +120,7 @@ def made_runnable(model: nn.Module) -> tuple[nn.Module, str | None]:
                 f"the model has {size:,} parameters, too many to compute with here, and no config "
                 "by which to build a smaller one: give a factory that makes a small one"
             )
+        config = copy.deepcopy(config)  # the model's own stays as it is
         changed = shrink(config)
         with torch.device("meta"):
             model = type(model)(config)

@@ -80,3 +80,13 @@ def test_meta_weights_are_drawn() -> None:
     model, note = models.made_runnable(model)
     assert note is None
     assert all(not p.is_meta and bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_the_config_of_a_large_model_stays() -> None:
+    """A small one is built of a config of its own."""
+    model = hf(device="meta", hidden_size=2048, intermediate_size=8192, num_hidden_layers=3)
+    before = model.config.to_dict()
+    small, told = models.made_runnable(model)
+    assert told is not None
+    assert model.config.to_dict() == before
+    assert small.config.num_hidden_layers < 3  # type: ignore[union-attr]
