@@ -102,6 +102,11 @@ def _from_config(path: Path) -> nn.Module:
         raise ModelError(f"cannot build '{path}': {type(error).__name__}: {error}") from error
 
 
+def size_of(model: nn.Module) -> int:
+    """How many numbers the parameters of a model have."""
+    return sum(p.numel() for p in model.parameters())
+
+
 def made_runnable(model: nn.Module) -> tuple[nn.Module, str | None]:
     """A model that can be computed with here, from one on the meta device; and what was changed.
 
@@ -111,7 +116,7 @@ def made_runnable(model: nn.Module) -> tuple[nn.Module, str | None]:
     Raises:
         ModelError: where a large model has no config to shrink.
     """
-    size = sum(p.numel() for p in model.parameters())
+    size = size_of(model)
     note = None
     if size > RUNNABLE:
         config = getattr(model, "config", None)
@@ -124,7 +129,7 @@ def made_runnable(model: nn.Module) -> tuple[nn.Module, str | None]:
         changed = shrink(config)
         with torch.device("meta"):
             model = type(model)(config)
-        left = sum(p.numel() for p in model.parameters())
+        left = size_of(model)
         if left > RUNNABLE:
             raise ModelError(f"even shrunk by its config ({changed}) it has {left:,} parameters")
         note = f"shrunk by its config, from {size:,} to {left:,} parameters: {changed}"

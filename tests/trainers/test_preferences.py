@@ -16,9 +16,10 @@ from tests.models import hf, randomize
 from tests.ranks import Ranks
 from tests.rewrite import MODES
 from tests.trainers.test_sft import tokenizer
-from tests.trainers.training import CLIP, fresh
+from tests.trainers.training import BATCH, STEPS, fresh, plain, watched
 
-STEPS, BATCH, RATE = 3, 2, 0.5
+RATE = 0.5
+SAMPLING = ("GRPO", "RLOO")
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 
@@ -39,6 +40,8 @@ def rows(kind: str) -> Any:
             if kind == "Reward"
             else {"prompt": question, "chosen": good, "rejected": bad}
             if kind == "DPO"
+            else {"prompt": question, "completion": (good, bad)[i % 2], "label": i % 2 == 0}
+            if kind == "KTO"
             else {"prompt": question}
         )
     return Dataset.from_list(made)
@@ -69,39 +72,19 @@ def trained(kind: str, mesh: DeviceMesh | None, sp: bool = False) -> Trained:
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
     losses: list[float] = []
-    base = getattr(trl, f"{kind}Trainer")
-
-    class Watched(base):  # type: ignore[misc, valid-type]
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().training_step(*args, **kwargs)
-            losses.append(loss.item())
-            return loss
-
-    own: dict[str, Any] = {}
+    # Adam makes steps of one size of gradients that are nothing but rounding
+    own: dict[str, Any] = {"optim": "sgd", "learning_rate": RATE, "bf16": False}
     more: dict[str, Any] = {}
-    if kind == "DPO":
+    if kind in ("DPO", "KTO"):
         more["ref_model"] = model_of(kind, mesh, sp)
-    if kind == "GRPO":
-        own = {"num_generations": BATCH, "max_completion_length": 6}
+    if kind in SAMPLING:
+        own.update(num_generations=BATCH, max_completion_length=6, beta=0.0)
         more["reward_funcs"] = lengths
-    chosen = getattr(trl, f"{kind}Config")(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
-        optim="sgd",  # Adam makes steps of one size of gradients that are nothing but rounding
-        learning_rate=RATE,
-        max_grad_norm=CLIP,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-        **own,
-    )
+    chosen = getattr(trl, f"{kind}Config")(**{**plain(tempfile.mkdtemp()), **own})
     by_words = tokenizer()
     by_words.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
     model = model_of(kind, mesh, sp)
-    Watched(
+    watched(getattr(trl, f"{kind}Trainer"), losses)(
         model=model, args=chosen, train_dataset=rows(kind), processing_class=by_words, **more
     ).train()
     return losses, {name: full(p.detach()).clone() for name, p in model.named_parameters()}
@@ -122,7 +105,7 @@ def preferences_job(mesh: DeviceMesh, kind: str, sp: bool, alone: Trained) -> Er
 
 @MODES
 @pytest.mark.turns(12)
-@pytest.mark.parametrize("kind", ["DPO", "Reward", "GRPO"])
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "Reward", *SAMPLING])
 def test_training(pair: Ranks, kind: str, sp: bool) -> None:
     """As in one process; answers are sampled alike on the ranks of a tp group."""
     assert not beyond(pair.run(2, preferences_job, kind, sp, trained(kind, None)))

@@ -12,17 +12,7 @@ from tests.compare import Errors, beyond
 from tests.models import VOCAB
 from tests.ranks import Ranks
 from tests.rewrite import MODES
-from tests.trainers.training import (
-    BATCH,
-    CLIP,
-    RATE,
-    STEPS,
-    Texts,
-    compared,
-    fresh,
-    reference,
-    sharded,
-)
+from tests.trainers.training import Texts, compared, fresh, plain, reference, sharded, watched
 
 
 def tokenizer() -> Any:
@@ -44,32 +34,16 @@ def sft_job(mesh: DeviceMesh, sp: bool) -> Errors:
     fresh()
     losses: list[float] = []
 
-    class InOrder(SFTTrainer):
+    class InOrder(watched(SFTTrainer, losses)):  # type: ignore[misc]
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
-
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().training_step(*args, **kwargs)
-            losses.append(loss.item())
-            return loss
+            return torch.utils.data.SequentialSampler(self.train_dataset)
 
     texts = Texts()
     rows = [
         {"input_ids": texts.ids[i].tolist(), "labels": texts.labels[i].tolist()}
         for i in range(len(texts))
     ]
-    chosen = SFTConfig(
-        output_dir=str(shared_folder()),
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
-        learning_rate=RATE,
-        max_grad_norm=CLIP,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-    )
+    chosen = SFTConfig(bf16=False, **plain(shared_folder()))
     model = sharded(mesh, sp)
     trainer = InOrder(
         model=model,

@@ -26,8 +26,10 @@ from tests.trainers.training import (
     compared,
     fresh,
     groups,
+    plain,
     reference,
     sharded,
+    watched,
 )
 
 
@@ -37,27 +39,11 @@ def trainer(model: Any, folder: Path, **arguments: Any) -> tuple[Any, list[float
 
     losses: list[float] = []
 
-    class InOrder(Trainer):
+    class InOrder(watched(Trainer, losses)):  # type: ignore[misc]
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+            return torch.utils.data.SequentialSampler(self.train_dataset)
 
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().training_step(*args, **kwargs)
-            losses.append(loss.item())
-            return loss
-
-    chosen = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
-        learning_rate=RATE,
-        max_grad_norm=CLIP,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        **arguments,
-    )
+    chosen = TrainingArguments(**{**plain(folder), **arguments})
     return InOrder(model=model, args=chosen, train_dataset=Texts()), losses
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,33 @@ def fresh() -> None:
     )
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def plain(folder: Path | str) -> dict[str, Any]:
+    """What every Trainer of transformers', and of TRL's, is told here."""
+    return {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
+        "learning_rate": RATE,
+        "max_grad_norm": CLIP,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+
+
+def watched(kind: Any, losses: list[float]) -> Any:
+    """A class of trainers that leave their losses in ``losses``."""
+
+    class Watched(kind):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            losses.append(loss.item())
+            return loss
+
+    return Watched
 
 
 def sharded(mesh: DeviceMesh, sp: bool) -> Any:

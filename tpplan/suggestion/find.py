@@ -15,7 +15,7 @@ from tpplan.cost import DEFAULT, load_hardware
 from tpplan.cost.hardware import HardwareSource
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.language.styles import ROWS
-from tpplan.models import RUNNABLE, ModelError, made_runnable
+from tpplan.models import RUNNABLE, ModelError, made_runnable, size_of
 from tpplan.observe.untouched import as_before
 from tpplan.planner import compile_plan
 from tpplan.proof import Verification, VerificationError, verify
@@ -25,7 +25,7 @@ from tpplan.suggestion.patterns import Names
 from tpplan.suggestion.search import Say, Search
 from tpplan.suggestion.short import shortened, stand_in
 from tpplan.suggestion.text import plan_from, written
-from tpplan.suggestion.trial import examine, size_of
+from tpplan.suggestion.trial import examine
 from tpplan.suggestion.weigh import Candidate, Task, weighed
 from tpplan.version import __version__
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from tpplan.language import Diagnostic, Plan, PlanError, Rule, as_written
-from tpplan.models import RUNNABLE
+from tpplan.models import RUNNABLE, size_of
 from tpplan.planner import compile_plan
 from tpplan.planner.match import match
 from tpplan.suggestion.draft import Decision, Slot
@@ -23,7 +23,7 @@ from tpplan.suggestion.patterns import Names, patterns_of
 from tpplan.suggestion.search import Say, Search
 from tpplan.suggestion.short import shortened, stand_in
 from tpplan.suggestion.text import rule_text, rules_from
-from tpplan.suggestion.trial import examine, first_line, size_of
+from tpplan.suggestion.trial import examine, first_line
 
 _ROUNDS = 24
 _SECONDS = 60.0
@@ -150,7 +150,7 @@ class _Mending:
         paths.update(path.rpartition(".")[0] for path in [*paths] if path in self.names.tensors)
         found = [slot for slot in self.slots if slot.paths & paths]
         within = tuple(f"{path}." for path in diagnostic.about if path)
-        return found or [s for s in self.slots if any(p.startswith(within) for p in s.paths)]
+        return found or [s for s in self.slots if s.within(within)]
 
     def _exchange(self, slot: Slot, why: str) -> bool:
         """Whether there is something else for a slot; the rules that it has, or had, are wrong."""

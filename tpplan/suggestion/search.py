@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from tpplan.language import PlanError
-from tpplan.models import RUNNABLE
+from tpplan.models import RUNNABLE, size_of
 from tpplan.observe.mates import LISTS
 from tpplan.planner.known import Known
 from tpplan.planner.match import folded
@@ -26,7 +26,7 @@ from tpplan.suggestion.draft import WHOLE, Decision, Slot
 from tpplan.suggestion.layouts import GATHERED, ON_ROWS
 from tpplan.suggestion.patterns import Names, patterns_of
 from tpplan.suggestion.text import plan_from, written
-from tpplan.suggestion.trial import examine, first_line, size_of
+from tpplan.suggestion.trial import examine, first_line
 
 _ROUNDS = 60
 _AGAIN = 2
@@ -84,8 +84,7 @@ class Search:
                 self._go_back(True)
             except PlanError as error:
                 self.without, self.joined = self.without or first_line(error), {}
-                for slot, at in zip(self.anatomy.slots, before, strict=True):
-                    slot.at, slot.refused = at, slot.refused[:at]
+                self._put_back(before)
             else:
                 self.without = ""
                 self._join()
@@ -113,12 +112,11 @@ class Search:
         It stands for the rules of their parts, where that is proved: a part that is whole is given
         all rows, which costs a gather.
         """
-        layers = self.anatomy.elements
         owners = dict.fromkeys(p.rpartition(".")[0] for p in self.decisions() if p in self.held)
         for owner in owners:
-            around = any(layer == owner or layer.startswith(f"{owner}.") for layer in layers)
-            outer = (*layers, *self.joined)
-            if not owner or around or any(owner.startswith(f"{other}.") for other in outer):
+            outer = (*self.anatomy.elements, *self.joined)
+            inside = any(owner.startswith(f"{other}.") for other in outer)
+            if inside or self._holds_elements(owner):
                 continue
             self.joined[owner] = ON_ROWS
             if not all(self.holds(self.decisions(), mode) for mode in (True, False)):
@@ -318,9 +316,12 @@ class Search:
 
     def _start_over(self, before: Sequence[int], error: PlanError) -> bool:
         """Once more from where the slots were, with something else for what was wrong first."""
+        self._put_back(before)
+        return any(self._give_rows(d.about, error) for d in error.diagnostics)
+
+    def _put_back(self, before: Sequence[int]) -> None:
         for slot, at in zip(self.anatomy.slots, before, strict=True):
             slot.at, slot.refused = at, slot.refused[:at]
-        return any(self._give_rows(d.about, error) for d in error.diagnostics)
 
     def _give_rows(self, paths: Sequence[str], error: PlanError) -> bool:
         """Give modules without a rule all rows: with the region around them, or by themselves."""
@@ -355,7 +356,7 @@ class Search:
 
     def _is_outside(self, slot: Slot) -> bool:
         inside = tuple(f"{path}." for path in self.anatomy.elements)
-        return not any(path.startswith(inside) for path in slot.paths)
+        return not slot.within(inside)
 
     def _slots_of(self, paths: Iterable[str]) -> list[Slot]:
         wanted = set(paths)

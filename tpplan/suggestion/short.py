@@ -9,14 +9,13 @@ from typing import Any
 from torch import nn
 
 from tpplan.language import PlanError
-from tpplan.models import RUNNABLE, ModelError, made_runnable
+from tpplan.models import RUNNABLE, ModelError, made_runnable, size_of
 from tpplan.planner.match import Matches
 from tpplan.simulate.folding import Fold, find_folds, shortened_model
 from tpplan.suggestion.anatomy import Anatomy, anatomy_of
 from tpplan.suggestion.bench import bench_for
 from tpplan.suggestion.patterns import Names
 from tpplan.suggestion.traced import trace_of
-from tpplan.suggestion.trial import size_of
 
 
 def shortened(model: nn.Module, inputs: Any, tp: int) -> tuple[Sequence[Fold], nn.Module, Anatomy]:

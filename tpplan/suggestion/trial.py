@@ -33,11 +33,6 @@ def examine(
     prove(model, compiled, inputs)
 
 
-def size_of(model: nn.Module) -> int:
-    """How many numbers the parameters of a model have."""
-    return sum(p.numel() for p in model.parameters())
-
-
 def first_line(error: PlanError) -> str:
     """The first thing that an error says."""
     return error.diagnostics[0].message
