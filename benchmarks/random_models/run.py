@@ -13,10 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import tpplan
 from benchmarks.random_models import edits, recipe
@@ -56,7 +55,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """A job's verdict, as it is kept."""
+    """A job's verdict, as it is kept, and the code (``fingerprint``) that it is of."""
 
     key: str
     what: str
@@ -64,13 +63,16 @@ class Outcome:
     tp: int
     verdict: Verdict
     seconds: float = 0.0
-    shrunk: dict[str, Any] = field(default_factory=dict)
+    code: str = ""
 
     @property
     def bad(self) -> bool:
         """Whether it must not be."""
         refused = self.verdict.kind == REFUSED and self.verdict.positioned
         return self.verdict.kind != RIGHT and not refused
+
+
+Known = dict[str, Outcome]
 
 
 def jobs_of(seed: int, models: int, edited: int) -> Iterator[Job]:
@@ -131,15 +133,15 @@ class Runner:
     """Judges jobs on several pools of ranks at once, and keeps what is found."""
 
     def __init__(
-        self, jobs: Iterable[Job], pools: int, out: Path | None, head: str, share: float
+        self, jobs: Iterable[Job], pools: int, share: float, kept: Path | None, known: Known
     ) -> None:
         self.jobs = iter(jobs)
-        self.pools, self.out, self.share = pools, out, share
+        self.pools, self.share, self.out = pools, share, kept
         self.outcomes: dict[str, Outcome] = {}
         self.by_key: dict[str, Job] = {}
         self._lock = threading.Lock()
         self._start = time.monotonic()
-        self._known = _kept(out, head) if out is not None else {}
+        self._known, self._code = known, fingerprint()
 
     def run(self) -> None:
         """Until all jobs are judged."""
@@ -166,6 +168,7 @@ class Runner:
         return None
 
     def _keep(self, outcome: Outcome) -> None:
+        outcome.code = self._code
         with self._lock:
             self.outcomes[outcome.key] = outcome
             if self.out is not None:
@@ -183,23 +186,29 @@ class Runner:
                 print(f"{outcome.key} ({outcome.what}, {outcome.mode}): {said}", file=sys.stderr)
 
 
-def _kept(out: Path, head: str) -> dict[str, Outcome]:
-    """The outcomes of an earlier run of the same code; another one's are forgotten."""
+def kept(out: Path, head: str, earlier: bool) -> Known:
+    """The outcomes of an earlier run of the same seed.
+
+    Args:
+        earlier: whether those of other code count too, where nothing was wrong.
+    """
     lines = out.read_text().splitlines() if out.exists() else []
     if not lines or lines[0] != head:
         out.write_text(head + "\n")
         return {}
-    found = (json.loads(line) for line in lines[1:])
-    return {f["key"]: Outcome(**{**f, "verdict": Verdict(**f["verdict"])}) for f in found}
+    records = (json.loads(line) for line in lines[1:])
+    found = [Outcome(**{**f, "verdict": Verdict(**f["verdict"])}) for f in records]
+    code = fingerprint()
+    return {o.key: o for o in found if o.code == code or (earlier and not o.bad)}
 
 
-def fingerprint(seed: int, share: float) -> str:
-    """A line that tells runs of other code apart."""
+def fingerprint() -> str:
+    """What tells runs of other code apart."""
     digest = hashlib.sha256()
     for folder in (Path(tpplan.__file__).parent, Path(__file__).parent):
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
-    return json.dumps({"seed": seed, "processes": share, "code": digest.hexdigest()[:16]})
+    return digest.hexdigest()[:16]
 
 
 def table(outcomes: Iterable[Outcome]) -> list[str]:
@@ -264,6 +273,9 @@ def report(outcomes: Sequence[Outcome]) -> bool:
     print("\nedited plans and models refused:")
     edited = (o for o in outcomes if o.what != "model" and o.verdict.kind == REFUSED)
     print("\n".join(grouped(edited)))
+    earlier = Counter(o.code for o in outcomes if o.code != fingerprint())
+    for code, count in earlier.items():
+        print(f"\nkept of earlier code ({code}): {count} of {len(outcomes)}")
     bad = [o for o in outcomes if o.bad]
     print(f"\nmust not be: {len(bad)}")
     print("\n".join(grouped(bad)))
@@ -281,6 +293,11 @@ def main() -> int:
         "--out", type=Path, metavar="F", help="keep verdicts here, and go on from it"
     )
     parser.add_argument(
+        "--earlier",
+        action="store_true",
+        help="go on from verdicts of earlier code too, which are counted; not where it was wrong",
+    )
+    parser.add_argument(
         "--processes",
         type=float,
         default=0.125,
@@ -294,8 +311,9 @@ def main() -> int:
     jobs: Iterable[Job] = jobs_of(options.seed, options.models, options.edits)
     if options.show is not None:
         jobs = [job for job in jobs if job.key == options.show]
-    head = fingerprint(options.seed, options.processes)
-    runner = Runner(jobs, options.jobs, options.out, head, options.processes)
+    head = json.dumps({"seed": options.seed, "processes": options.processes})
+    known = kept(options.out, head, options.earlier) if options.out is not None else {}
+    runner = Runner(jobs, options.jobs, options.processes, options.out, known)
     runner.run()
     outcomes = list(runner.outcomes.values())
     if options.show is not None:
