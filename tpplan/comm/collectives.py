@@ -250,9 +250,12 @@ def _unpacked(
     shape: list[int], dim: int, length: int, group: Group, chunks: torch.Tensor
 ) -> torch.Tensor:
     """The whole tensor of all ranks' ``chunks`` of ``shape``, which lie one after the other."""
+    rows = shape[dim] * group.size
+    if torch.compiler.is_compiling():  # the forms that inductor fuses with products
+        whole = torch.cat(chunks.split(shape[0]), dim) if dim else chunks
+        return whole if always(rows == length) else first_rows(whole, dim, length)
     if group.fuse:
         return unpack(chunks.view(group.size, *shape), dim, length)
-    rows = shape[dim] * group.size
     if shape[:dim].count(1) != dim:
         chunks = chunks.view(group.size, *shape).movedim(0, dim)
     whole = chunks.reshape([*shape[:dim], rows, *shape[dim + 1 :]])
@@ -300,7 +303,10 @@ def start_reduce_scatter(
     """Begin ``reduce_scatter``."""
     shape = list(x.shape)
     rows = chunk(shape[dim], group.size)
-    if group.fuse:
+    if torch.compiler.is_compiling():
+        x = pad(x if dtype is None else x.to(dtype), dim, rows * group.size)
+        x = torch.cat(x.split(rows, dim)) if dim else x
+    elif group.fuse:
         copied = dim == x.dim() - 2 and not is_view(shape, dim, group.size)
         early = bias if copied else None
         bias = bias if early is None else None

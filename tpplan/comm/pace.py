@@ -20,13 +20,16 @@ MOST = 8
 
 
 @constant_in_graphs
-def left_to_compiler() -> int:
+def left_to_compiler(symmetric: bool) -> int:
     """One piece, as whoever compiles a model is told that asks for more."""
-    warnings.warn(
-        "overlap: in a compiled graph nothing is cut into pieces, its compiler schedules it; "
-        "compile the model's parts that send nothing, or leave 'overlap' out",
-        stacklevel=2,
+    message = (
+        "overlap: in a compiled graph it is inductor that fuses a product with what is sent, "
+        "where it is told to: torch.compile(model, options={'_micro_pipeline_tp': True})"
+        if symmetric
+        else "overlap: in a compiled graph nothing is cut into pieces, its compiler schedules it; "
+        "compile the model's parts that send nothing, or leave 'overlap' out"
     )
+    warnings.warn(message, stacklevel=2)
     return 1
 
 

@@ -59,6 +59,7 @@ from tpplan.compat.sizes import bind_all_to_sizes as bind_all_to_sizes
 from tpplan.compat.sizes import bind_to_sizes as bind_to_sizes
 from tpplan.compat.sizes import larger as larger
 from tpplan.compat.sizes import smaller as smaller
+from tpplan.compat.symmetric import enable_symmetric_memory as enable_symmetric_memory
 from tpplan.compat.symmetric import fused_all_gather_matmul as fused_all_gather_matmul
 from tpplan.compat.symmetric import fused_matmul_reduce_scatter as fused_matmul_reduce_scatter
 from tpplan.compat.tensors import StridedShard as StridedShard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 
 def fused_all_gather_matmul(
@@ -27,3 +28,15 @@ def fused_matmul_reduce_scatter(
         return _fused_matmul_reduce_scatter_fallback(x, matrix, "sum", dim, group_name)  # type: ignore[arg-type]
     op = torch.ops.symm_mem.fused_matmul_reduce_scatter
     return op(x, matrix, "sum", dim, group_name)  # type: ignore[no-any-return]
+
+
+def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
+    """So that inductor fuses what ``group`` sends; only NCCL's ranks have it.
+
+    Without, its micro-pipeline pass leaves a graph as it is and says nothing (before torch 2.15,
+    which looks for itself).
+    """
+    if dist.get_backend(group) == "nccl":
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(group.group_name)

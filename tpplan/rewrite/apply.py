@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from tpplan.comm import Stream
 from tpplan.comm.meshes import tp_of
 from tpplan.comm.pace import Pace, Pieces
+from tpplan.compat import enable_symmetric_memory
 from tpplan.compiled import CompiledPlan
 from tpplan.kernels.forms import GatedForm, GeluForm, NormForm
 from tpplan.kernels.launch import chosen
@@ -89,6 +90,8 @@ def _shard(
     least = 1 if plan.overlap == AUTO and pace is not None else 2
     pieces = None if plan.overlap == WAITING else Pieces(least, pace, plan.overlap == SYMMETRIC)
     kept = plan.save == SHARD, remade, pieces
+    if plan.overlap == SYMMETRIC:
+        enable_symmetric_memory(own.get_group())
     stream = Stream(own, compiled.sequence_parallel, plan.sequence_dim, frozenset(fused), *kept)
     stream.whole_results = all(
         plan.options.get("output") != "shard"

@@ -104,7 +104,7 @@ class Entry:
         if self.members > 1 and not stream.runs_alike(self.around):
             return 1, ()
         if torch.compiler.is_compiling():
-            return left_to_compiler(), ()
+            return left_to_compiler(stream.pieces.symmetric), ()
         device = self.transition.group.mesh.device_type
         lower = torch.is_autocast_enabled(device) and x.dtype != torch.float32
         if lower:

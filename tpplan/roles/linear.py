@@ -173,7 +173,7 @@ def _pieces(module: Lowered, x: torch.Tensor, weight: torch.Tensor) -> int:
     if x.dim() < 2 or weight.dim() != 2:
         return 1
     if torch.compiler.is_compiling():
-        return left_to_compiler()
+        return left_to_compiler(stream.pieces.symmetric)
     group = state.transition.group
     rows = x.numel() // max(x.size(-1), 1)
     sp = stream.sequence_parallel
