@@ -236,7 +236,7 @@ _SPREAD: Mapping[str, Mapping[str, Lines]] = {
         "mlp": (
             "if self.training:",
             "    self.ema.mul_(0.5).add_(0.5 * y.detach().abs().mean())",
-            "y = y / self.ema",
+            "y = y / self.ema.clone()",
         ),
     },
     "columns' sum kept": {"mlp": ("self.kept = y.pow(2).mean()",), "output": _KEPT},
@@ -292,7 +292,7 @@ _SPREAD: Mapping[str, Mapping[str, Lines]] = {
         "stream": (
             "if self.training:",
             "    self.ema.mul_(0.5).add_(0.5 * x.detach().abs().mean())",
-            "x = x / self.ema",
+            "x = x / self.ema.clone()",  # layers may be shared
         ),
     },
     "stream's scale learned": {

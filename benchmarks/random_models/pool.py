@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import tempfile
 import time
 import traceback
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,12 +32,12 @@ CASES = 400
 """After so many the ranks are started afresh, for what PyTorch keeps of every class."""
 
 
-def _serve(rank: int, store: str, pipe: Connection, patience: float) -> None:
+def _serve(rank: int, store: str, pipe: Connection, patience: float, errors: Path) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.enable()
     gc.collect()
     gc.freeze()  # what no case has made is not looked through for each
     dist.init_process_group(
@@ -79,7 +81,7 @@ class Pool:
         self._cases = 0
         for rank in range(WORLD):
             ours, theirs = context.Pipe()
-            how = rank, store, theirs, self._patience
+            how = rank, store, theirs, self._patience, self._errors(rank)
             process = context.Process(target=_serve, args=how, daemon=True)
             process.start()
             theirs.close()
@@ -87,6 +89,9 @@ class Pool:
             self._processes.append(process)
         if self._prepare:
             self.answers(WORLD, self._prepare)
+
+    def _errors(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"errors of {rank}"
 
     def close(self) -> None:
         """End the processes."""
@@ -136,7 +141,7 @@ class Pool:
                 break
             for pipe in ready:
                 waiting.remove(pipe)
-                answer = _received(pipe)
+                answer = self._received(pipe)
                 found.append(answer)
                 if isinstance(answer, Verdict) and answer.kind in WORST_FIRST[:3]:
                     broken = True
@@ -149,9 +154,12 @@ class Pool:
         self.close()
         self._start()
 
-
-def _received(pipe: Any) -> Any:
-    try:
-        return pipe.recv()
-    except (EOFError, ConnectionResetError):
-        return Verdict("crash", "the process of a rank died")
+    def _received(self, pipe: Any) -> Any:
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionResetError):
+            rank = self._pipes.index(pipe)
+            self._processes[rank].join(AFTER_ANOTHER)
+            said = self._errors(rank).read_text(errors="replace")[-3000:]
+            detail = f"exit status {self._processes[rank].exitcode}; it wrote:\n{said}"
+            return Verdict("crash", "the process of a rank died", detail)
