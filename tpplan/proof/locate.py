@@ -18,6 +18,7 @@ from tpplan.compiled import CompiledPlan
 from tpplan.language import Rule
 from tpplan.layout import Rows
 from tpplan.observe.untouched import by_itself
+from tpplan.proof.errors import largest
 from tpplan.proof.ranks import (
     Reference,
     backward,
@@ -173,8 +174,7 @@ def _difference(
     if len(dims) != 1 or ours.size(dims[0]) != chunk(full.size(dims[0]), size):
         return 0.0
     part = share(full, dims[0], rank, size)
-    scale = float(full.abs().max()) if full.numel() else 0.0
-    return relative(part, ours.narrow(dims[0], 0, part.size(dims[0])), scale)
+    return relative(part, ours.narrow(dims[0], 0, part.size(dims[0])), largest(full))
 
 
 def rule_near(compiled: CompiledPlan, path: str) -> Rule | None:

@@ -22,6 +22,7 @@ from tpplan.observe.calls import Call
 from tpplan.observe.grouped import InAnyPrecision
 from tpplan.observe.untouched import apart, by_itself
 from tpplan.proof.calls import other_batch
+from tpplan.proof.errors import difference, largest
 from tpplan.proof.exact import exact
 from tpplan.proof.step import outputs_of
 from tpplan.proof.stopped import Stopped
@@ -199,7 +200,7 @@ def _run_rank(mesh: DeviceMesh, reference: Reference, compiled: CompiledPlan) ->
 
 
 def relative(expected: torch.Tensor, got: torch.Tensor, scale: float | None = None) -> float:
-    """max|Δ| / max|expected|; infinite where shapes differ or something is not a number.
+    """max|Δ| / max|expected|; infinite where shapes differ, or what is not a finite number does.
 
     ``scale``: what it is relative to instead.
     """
@@ -207,9 +208,8 @@ def relative(expected: torch.Tensor, got: torch.Tensor, scale: float | None = No
         return float("inf")
     if not expected.numel():
         return 0.0
-    scale = float(expected.abs().max()) if scale is None else scale
-    error = float((expected - got).abs().max()) / max(scale, 1e-30)
-    return error if error == error else float("inf")
+    scale = largest(expected) if scale is None else scale
+    return difference(expected, got) / max(scale, 1e-30)
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -228,13 +228,13 @@ def gradient_errors(
     if set(expected) != set(got):
         lost = sorted(set(expected) ^ set(got))
         return dict.fromkeys(lost, float("inf"))
-    largest = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)
+    of_all = max((largest(g) for g in expected.values() if g is not None), default=0.0)
     errors = {}
     for name, gradient in expected.items():
         ours = got[name]
         if gradient is None or ours is None:
             errors[name] = 0.0 if gradient is ours else float("inf")
         else:
-            scale = max(float(gradient.abs().max()), 1e-3 * largest)
+            scale = max(largest(gradient), 1e-3 * of_all)
             errors[name] = relative(gradient, whole(ours.detach()), scale)
     return errors

@@ -24,7 +24,7 @@ from tpplan.proof.calls import (
 from tpplan.proof.exact import exact, widened
 from tpplan.proof.miniature import unsharded
 from tpplan.proof.ranks import mean_over_ep
-from tpplan.proof.step import Result, Scene, leaves_of, parts_of, step
+from tpplan.proof.step import Result, Scene, are_comparable, leaves_of, parts_of, step
 from tpplan.styles import named
 
 _LOUD = 30.0
@@ -99,7 +99,7 @@ class Played:
         for place, (twin, own) in enumerate(twins):
             with exact(), own:
                 found.append(step(twin, scene.on(place), seed, parts=parts))
-        if not all(bool(t.isfinite().all()) for result in found for t in result.outputs.values()):
+        if not are_comparable(found):
             return []
         means = mean_over_ep([result.gradients for result in found], self.compiled)
         for result in found:

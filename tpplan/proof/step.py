@@ -19,6 +19,7 @@ from tpplan.observe.calls import Call
 from tpplan.observe.trace import attributes_of
 from tpplan.proof.calls import other_batch
 from tpplan.proof.drawn import Drawn, noting
+from tpplan.proof.errors import difference, largest
 
 TOLERANCE = 1e-7
 
@@ -191,6 +192,20 @@ def _tensors(value: Any, place: str) -> Iterable[tuple[str, torch.Tensor]]:
         yield from _tensors({n: getattr(value, n) for n in value.__dataclass_fields__}, place)
 
 
+def are_comparable(results: Iterable[Result]) -> bool:
+    """Whether what a step gave is finite, or some is not on purpose (a mask), by no overflow."""
+    for result in results:
+        finite = [t.isfinite() for t in result.outputs.values()]
+        if all(bool(of.all()) for of in finite):
+            continue
+        gradients = (*result.gradients.values(), *result.inputs.values())
+        if not any(bool(of.any()) for of in finite):
+            return False
+        if not all(bool(g.isfinite().all()) for g in gradients if g is not None):
+            return False
+    return True
+
+
 def worst(due: Result, got: Result, rank: int, tp: int) -> tuple[str, float] | None:
     """The first thing that differs, and by how much; outputs before gradients."""
     return next((found for found in _errors(due, got, rank, tp) if not found[1] <= TOLERANCE), None)
@@ -203,10 +218,10 @@ def _errors(due: Result, got: Result, rank: int, tp: int) -> Iterable[tuple[str,
         else:
             yield f"{place} is missing", float("inf")
     gradients = [g for g in (*due.gradients.values(), *due.inputs.values()) if g is not None]
-    largest = max(map(_largest, gradients), default=0.0)
+    of_all = max(map(_largest, gradients), default=0.0)
     for expected, found in ((due.gradients, got.gradients), (due.inputs, got.inputs)):
         for name, gradient in expected.items():
-            error = _gradient_error(gradient, found.get(name), largest, rank, tp)
+            error = _gradient_error(gradient, found.get(name), of_all, rank, tp)
             yield f"the gradient of {name}", error
     for name, whole in due.buffers.items():
         ours = got.buffers.get(name)
@@ -232,19 +247,17 @@ def _heads_like(whole: torch.Tensor, ours: torch.Tensor, rank: int, tp: int) -> 
 
 
 def _gradient_error(
-    due: torch.Tensor | None, got: torch.Tensor | None, largest: float, rank: int, tp: int
+    due: torch.Tensor | None, got: torch.Tensor | None, of_all: float, rank: int, tp: int
 ) -> float:
     """By the metric used everywhere: of gradients that cancel to nothing only rounding is left."""
     if due is None or got is None:
         present = due if got is None else got
         return 0.0 if present is None or not _largest(present) else float("inf")
-    return _error(due, got, max(_largest(due), 1e-3 * largest), rank, tp)
+    return _error(due, got, max(_largest(due), 1e-3 * of_all), rank, tp)
 
 
 def _largest(x: torch.Tensor) -> float:
-    x = local_of(x) if isinstance(x, DTensor) else x
-    numeric = x.numel() and (x.is_floating_point() or x.is_complex())
-    return float(x.detach().abs().max()) if numeric else 0.0
+    return largest(local_of(x) if isinstance(x, DTensor) else x)
 
 
 def share(whole: torch.Tensor, dim: int, rank: int, tp: int) -> torch.Tensor:
@@ -266,8 +279,4 @@ def _error(whole: torch.Tensor, ours: torch.Tensor, scale: float, rank: int, tp:
         return 0.0
     if not (whole.is_floating_point() or whole.is_complex()):
         return 0.0 if torch.equal(whole, ours) else float("inf")
-    error = float((whole - ours).abs().max()) / max(scale, 1e-30)
-    if error == error:
-        return error
-    same = (whole == ours) | (whole.isnan() & ours.isnan())
-    return 0.0 if bool(same.all()) else float("inf")
+    return difference(whole, ours, equal_nan=True) / max(scale, 1e-30)
