@@ -115,3 +115,17 @@ class LayerScaled(Layer):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_layer_scale(tp: int, sp: bool) -> None:
     assert not wrong(Stack(lambda _: LayerScaled()), {"layers.*.ls.gamma": "replicate"}, sp, tp)
+
+
+class OfWeights(Layer):
+    """Computes with a weight outside of its module."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) + self.fc.weight.mean()
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+def test_code_that_computes_with_a_sharded_weight(sp: bool) -> None:
+    said = refused(Stack(lambda _: OfWeights()), {}, sp)
+    assert "self.fc.weight.mean()" in said
+    assert "this code computes with a parameter of which each rank has a part" in said

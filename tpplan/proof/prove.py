@@ -170,7 +170,12 @@ def _failed(compiled: CompiledPlan, path: str, error: Exception) -> PlanError:
     where = f"{fold([path])}: " if path else ""
     ranks = compiled.tp * compiled.ep
     message = f"{where}the rewritten model fails on {ranks} ranks: {type(error).__name__}: {text}"
-    hint = inlined(compiled, path)
+    hint = (
+        "this code computes with a parameter of which each rank has a part; leave what it reads "
+        "whole on every rank, or let only modules with rules compute with it"
+        if "mixed torch.Tensor and DTensor" in text
+        else inlined(compiled, path)
+    )
     hint = hint or "'tpplan explain' says what was inferred; see also docs/proved.md"
     place = stopped_at(place_of(error))
     return PlanError([Diagnostic(message, rule.position, hint, place, (path,))])
