@@ -245,7 +245,7 @@ class Hot(nn.Module):
     def forward(self, x: torch.Tensor, hot: bool = False) -> torch.Tensor:
         for layer in self.layers:  # type: ignore[union-attr]
             x = layer(x)
-        return x.index_fill(-1, torch.tensor([0]), float("-inf")) if hot else x
+        return x.masked_fill(x == x, float("-inf")) if hot else x
 
 
 def test_every_call_gives_numbers() -> None:
