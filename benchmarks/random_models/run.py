@@ -133,10 +133,10 @@ class Runner:
     """Judges jobs on several pools of ranks at once, and keeps what is found."""
 
     def __init__(
-        self, jobs: Iterable[Job], pools: int, share: float, kept: Path | None, known: Known
+        self, jobs: Iterable[Job], pools: int, share: float, out: Path | None, known: Known
     ) -> None:
         self.jobs = iter(jobs)
-        self.pools, self.share, self.out = pools, share, kept
+        self.pools, self.share, self.out = pools, share, out
         self.outcomes: dict[str, Outcome] = {}
         self.by_key: dict[str, Job] = {}
         self._lock = threading.Lock()
@@ -273,9 +273,10 @@ def report(outcomes: Sequence[Outcome]) -> bool:
     print("\nedited plans and models refused:")
     edited = (o for o in outcomes if o.what != "model" and o.verdict.kind == REFUSED)
     print("\n".join(grouped(edited)))
-    earlier = Counter(o.code for o in outcomes if o.code != fingerprint())
-    for code, count in earlier.items():
-        print(f"\nkept of earlier code ({code}): {count} of {len(outcomes)}")
+    code = fingerprint()
+    earlier = Counter(o.code for o in outcomes if o.code != code)
+    for other, count in earlier.items():
+        print(f"\nkept of earlier code ({other}): {count} of {len(outcomes)}")
     bad = [o for o in outcomes if o.bad]
     print(f"\nmust not be: {len(bad)}")
     print("\n".join(grouped(bad)))

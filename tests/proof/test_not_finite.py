@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import tpplan
 from tests.compare import Errors, beyond, full, step
 from tests.ranks import Ranks
-from tpplan.proof.errors import difference, largest
 
 INF, NAN = float("inf"), float("nan")
 PLAN = {
@@ -105,16 +104,3 @@ def masked(mesh: DeviceMesh, sp: bool) -> Errors:
 @pytest.mark.parametrize("sp", [False, True])
 def test_on_ranks(ranks: Ranks, sp: bool) -> None:
     assert beyond(ranks.run(2, masked, sp)) == {}
-
-
-def test_errors() -> None:
-    due = torch.tensor([1.0, -4.0, INF])
-    assert largest(due) == 4.0 and largest(torch.tensor([NAN, INF])) == 0.0
-    assert difference(due, torch.tensor([1.0, -4.0, INF])) == 0.0
-    assert difference(due, torch.tensor([1.5, -4.0, INF])) == 0.5
-    assert difference(due, torch.tensor([1.0, -4.0, -INF])) == INF
-    assert difference(due, torch.tensor([1.0, -4.0, 5.0])) == INF
-    assert difference(due, torch.tensor([1.0, NAN, INF])) == INF
-    unknown = torch.tensor([1.0, NAN])
-    assert difference(unknown, unknown) == INF
-    assert difference(unknown, torch.tensor([3.0, NAN]), equal_nan=True) == 2.0

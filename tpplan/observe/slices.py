@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tpplan.layout import Rows
+from tpplan.observe.numbers import largest
 
 _TOLERANCE = 1e-9
 
@@ -64,5 +65,5 @@ def placement(dim: int, rows: Sequence[Sequence[int]], size: int) -> Placement:
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether they differ by what float64 rounds."""
-    scale = float(other.abs().max()) if other.numel() else 0.0
-    return bool(torch.allclose(one, other, rtol=0, atol=_TOLERANCE * max(scale, 1e-30)))
+    near = _TOLERANCE * max(largest(other), 1e-30)
+    return bool(torch.allclose(one, other, rtol=0, atol=near))

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 from tpplan.language import Position
 from tpplan.layout import Rows, own_part
+from tpplan.observe.numbers import largest
 from tpplan.planner.stops import Stop
 
 _TOLERANCE = 1e-4
@@ -88,9 +89,8 @@ def compare(path: str, due: torch.Tensor, given: torch.Tensor, message: str) -> 
         return
     if not given.is_floating_point():
         raise Departed(path, message)
-    finite = due.nan_to_num(0.0, 0.0, 0.0)  # beside an infinity everything would be near
-    scale = float(finite.abs().max()) if due.numel() else 0.0
-    if not torch.allclose(due, given, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True):
+    near = _TOLERANCE * largest(due)  # of what is finite: all is near to an infinity
+    if not torch.allclose(due, given, rtol=_TOLERANCE, atol=near, equal_nan=True):
         raise Departed(path, message)
 
 

@@ -17,8 +17,8 @@ from tpplan.comm import chunk
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Rule
 from tpplan.layout import Rows
+from tpplan.observe.numbers import largest
 from tpplan.observe.untouched import by_itself
-from tpplan.proof.errors import largest
 from tpplan.proof.ranks import (
     Reference,
     backward,

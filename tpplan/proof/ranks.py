@@ -20,9 +20,9 @@ from tpplan.compat import local_of, simulate, unmoded
 from tpplan.compiled import CompiledPlan
 from tpplan.observe.calls import Call
 from tpplan.observe.grouped import InAnyPrecision
+from tpplan.observe.numbers import difference, largest
 from tpplan.observe.untouched import apart, by_itself
 from tpplan.proof.calls import other_batch
-from tpplan.proof.errors import difference, largest
 from tpplan.proof.exact import exact
 from tpplan.proof.step import outputs_of
 from tpplan.proof.stopped import Stopped

@@ -16,10 +16,10 @@ from tpplan.comm.placements import part_of
 from tpplan.compat import local_of, unmoded
 from tpplan.compiled import CompiledPlan
 from tpplan.observe.calls import Call
+from tpplan.observe.numbers import difference, largest
 from tpplan.observe.trace import attributes_of
 from tpplan.proof.calls import other_batch
 from tpplan.proof.drawn import Drawn, noting
-from tpplan.proof.errors import difference, largest
 
 TOLERANCE = 1e-7
 
