@@ -35,10 +35,10 @@ test-matrix: $(MATRIX:%=$(VENV)-torch-%/.ready)
 thorough: $(READY)
 	TPPLAN_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-# which lines of the package no test reaches
+# which lines of the package no test reaches: of the tests that take turns one of each, at least
 coverage: $(READY)
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadgroup
+	TPPLAN_TESTS=each $(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadgroup
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 

@@ -2,7 +2,8 @@
 
 ``make thorough`` (TPPLAN_TESTS=all) runs everything. Other runs take of such tests a few: others
 every day, or those of the turn that TPPLAN_TURN says. After 256 turns all of them have been run.
-Neither a test's name nor a model's has any part in that.
+``make coverage`` (TPPLAN_TESTS=each) takes at least one form of each test as well. Neither a test's
+name nor a model's has any part in that.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import datetime
 import os
 import random
 
-THOROUGH = os.environ.get("TPPLAN_TESTS") == "all"
+_ASKED = os.environ.get("TPPLAN_TESTS")
+THOROUGH, EACH = _ASKED == "all", _ASKED == "each"
 TURNS = 256
 
 # kept for the processes that this one starts, so that they agree around midnight as well
@@ -31,8 +33,10 @@ def in_turn(count: int, ways: int, seed: int) -> list[int]:
     """Which of so many tests are run: one in ``ways``, of an order that is random and stays.
 
     Neighbours differ by little, and do not go round in step that way. Where there are fewer
-    tests than ways, none is run on most days.
+    tests than ways, none is run on most days, but where one of each is asked for.
     """
+    if EACH:
+        ways = min(ways, count)
     order = random.Random(seed)
     first = order.randrange(ways)
     return [
@@ -46,6 +50,6 @@ def said() -> str:
     """A line that says what is run."""
     if THOROUGH:
         return "every test, in every way"
-    return (
-        f"turn {TURN} of the tests that take turns (TPPLAN_TURN=0..{TURNS - 1}, TPPLAN_TESTS=all)"
-    )
+    least = ", one of each at least" if EACH else ""
+    others = f"TPPLAN_TURN=0..{TURNS - 1}, TPPLAN_TESTS=each or all"
+    return f"turn {TURN} of the tests that take turns{least} ({others})"
