@@ -1,4 +1,4 @@
-"""The GPU benchmarks run to their end at tiny sizes; their figures mean nothing here."""
+"""GPU benchmarks run to their end at tiny sizes, where figures mean nothing; faults have places."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kernels, peers, rank_local, rounding
+from benchmarks.faults.planted import FAULTS, Fault
 
 
 def test_every_kernel_has_its_rows(
@@ -86,3 +87,9 @@ def test_rounding_is_that_of_the_unsharded_model(
     (errors,) = json.loads(found.read_text())["models"].values()
     assert 0 < errors["reordered"][0] <= 1e-5
     assert 0 < errors["sharded"][0] <= 1e-5
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_has_its_place(fault: Fault) -> None:
+    """Code moves; a fault that cannot be planted any more catches nothing."""
+    assert callable(fault.place()[2])

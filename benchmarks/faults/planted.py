@@ -247,7 +247,9 @@ FAULTS = (
     # planner
     Fault("packed layers are cut as one", "planner.geometry:Geometry.rows", to.nothing(), "packed"),
     Fault("the rewritten model is not proved", "proof:prove", to.nothing(), "mixed columns"),
-    Fault("positions may mix", "planner.flow:Walk.note_positions", to.nothing(), "mixed positions"),
+    Fault(
+        "positions may mix", "planner.notes:Notes.note_positions", to.nothing(), "mixed positions"
+    ),
     Fault(
         "what no rule mentions passes",
         "planner.checks:check_unmentioned",
