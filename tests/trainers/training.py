@@ -98,7 +98,12 @@ def groups(mesh: DeviceMesh) -> int:
 
 
 def reference(
-    batches: int, *, rate: bool = True, per_token: bool = True, groups: int = 1
+    batches: int,
+    *,
+    rate: bool = True,
+    per_token: bool = True,
+    groups: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[nn.Module, list[float]]:
     """An unsharded model after training, and its losses.
 
@@ -107,8 +112,9 @@ def reference(
         rate: whether the learning rate falls linearly.
         per_token: whether a step's loss is that of all its tokens; else the mean over batches.
         groups: which take turns text by text.
+        dtype: in which the model is trained.
     """
-    model = hf()
+    model = hf().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 1 - step / STEPS if rate else 1.0
