@@ -32,7 +32,7 @@ from benchmarks.host_overhead import RULES, Stack
 from tpplan.comm import products
 from tpplan.comm.pace import Pieces
 
-RANKS, LAYERS, WIDTH, HEADS, INNER = 2, 4, 1024, 8, 3072
+RANKS, LAYERS, WIDTH, HEADS, INNER = 2, 4, 2048, 16, 6144
 PIECES = 4
 # of the step; none: what the weights' gradients can hide
 SHARES = (0.3, None, 0.45, 0.6)
