@@ -68,6 +68,17 @@ def messages(rooms: tuple[str, ...] = ROOMS) -> list[Said]:
     return found
 
 
+def constants() -> list[str]:
+    """Every string that a module of the package has under a name, which functions say."""
+    assigned = (
+        node.value
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Assign)
+    )
+    return [part for value in assigned for part in _parts(value)]
+
+
 def _of(file: Path) -> Iterator[Said]:
     tree = ast.parse(file.read_text())
     hints = set(_hints(tree))
