@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from typing import Any
 
@@ -279,7 +280,9 @@ def ways_job(mesh: DeviceMesh) -> Errors:
     found.add("tokens", same(torch.equal(*tokens)))
     for m in (reference, model):
         m.zero_grad()
+    del compiled
     torch.compiler.reset()  # what it knows of parameters keeps torch from exchanging them
+    gc.collect()
     reference.bfloat16()
     model.bfloat16()
     due, got = (e(x.bfloat16(), chosen, factors) for e in experts)
