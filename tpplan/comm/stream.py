@@ -170,16 +170,15 @@ class Stream:
         finally:
             self.sequence_parallel = True
 
-    @contextlib.contextmanager
-    def called(self, path: str) -> Iterator[None]:
-        """While the module at ``path`` runs that was called with none around it that runs."""
-        self.started = start = self.now()
+    def begin(self) -> None:
+        """A module runs that was called with none around it that runs."""
+        self.started = self.now()
         self.shared, self.entered = {}, None
-        try:
-            yield
-        finally:
-            self.shared = None
-            self.remember(start, path, None)
+
+    def end(self, start: int | None, path: str) -> None:
+        """The module at ``path``, with which it began, is over; ``start``: the node then next."""
+        self.shared = None
+        self.remember(start, path, None)
 
     def now(self) -> int | None:
         """The number of the next autograd node; None where none is recorded."""

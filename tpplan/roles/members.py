@@ -83,8 +83,13 @@ def called(module: Lowered) -> Iterator[None]:
         state.apart = True
         for _, own in members_of(module):
             own.part()
-    with state.stream.called(state.plan.path):
+    stream = state.stream
+    stream.begin()
+    start = stream.started  # an element that runs inside begins anew
+    try:
         yield
+    finally:
+        stream.end(start, state.plan.path)
     for keeping in _keeping_in(module):
         put_right(keeping)
 

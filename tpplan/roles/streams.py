@@ -150,8 +150,8 @@ class Container(Lowered):
 
 def _converted(value: Any, convert: Callable[[DTensor], torch.Tensor]) -> Any:
     """``value`` with every DTensor in its tuples, lists, mappings and dataclasses converted."""
-    if isinstance(value, DTensor):
-        return convert(value)
+    if isinstance(value, torch.Tensor):
+        return convert(value) if isinstance(value, DTensor) else value
     if isinstance(value, dict):
         for key, item in value.items():
             new = _converted(item, convert)
