@@ -44,8 +44,9 @@ def test_life(ranks: Ranks, job: Any, sp: bool, save: str) -> None:
 
 
 @WAYS
-def test_order(ranks: Ranks, sp: bool, save: str) -> None:
-    assert not beyond(ranks.run(2, overlap.order_job, sp, save))
+@pytest.mark.parametrize("job", [overlap.order_job, overlap.stack_job])
+def test_order(ranks: Ranks, job: Any, sp: bool, save: str) -> None:
+    assert not beyond(ranks.run(2, job, sp, save))
 
 
 @MODES

@@ -227,9 +227,8 @@ class _Split(torch.autograd.Function):
         if differentiates_backward():
             whole = join(grad, ctx.dim, ctx.length, transition.transposed())
         else:
-            whole = all_gather(grad, ctx.dim, ctx.length, transition.group, transition.backward)
             # it may be the gradient of what the user gave, who may send it on (pipelines do)
-            whole = whole.contiguous()
+            whole = gathered(grad, ctx.dim, ctx.length, transition).contiguous()
         return whole, None, None
 
 

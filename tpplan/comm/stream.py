@@ -170,13 +170,16 @@ class Stream:
         finally:
             self.sequence_parallel = True
 
-    def begin(self) -> None:
-        """A module runs that was called with none around it that runs."""
-        self.started = self.now()
+    def begin(self) -> int | None:
+        """A module runs that was called with none around it that runs; the next node's number."""
+        start = self.now()
+        # what its first element leaves to other nodes is left to the very first one, too
+        self.started = None if start is None else max(start - 1, 0)
         self.shared, self.entered = {}, None
+        return start
 
     def end(self, start: int | None, path: str) -> None:
-        """The module at ``path``, with which it began, is over; ``start``: the node then next."""
+        """The module at ``path`` that began so is over."""
         self.shared = None
         self.remember(start, path, None)
 

@@ -56,7 +56,8 @@ def prepare(module: Lowered, summed_only: bool) -> None:
 def hand_over_late(module: Lowered) -> None:
     """Let the gradients of an element's weights wait for the collectives of the one before it.
 
-    In backward that one comes after it, and hides what is still to be computed of them.
+    In backward that one comes after it, and hides what is still to be computed of them. So do those
+    of the head, beside the collective of its input's gradient already.
     """
     stream = module._tpplan.stream
     if torch.compiler.is_compiling() or compat.in_backward() or not torch.is_grad_enabled():
@@ -84,8 +85,7 @@ def called(module: Lowered) -> Iterator[None]:
         for _, own in members_of(module):
             own.part()
     stream = state.stream
-    stream.begin()
-    start = stream.started  # an element that runs inside begins anew
+    start = stream.begin()
     try:
         yield
     finally:

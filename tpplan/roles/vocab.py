@@ -9,6 +9,7 @@ from tpplan.comm import chunk, join, reduce_out, scatter_out
 from tpplan.kernels.embedding import look_up, reference
 from tpplan.roles.logits import Origin
 from tpplan.roles.lowered import Lowered
+from tpplan.roles.members import hand_over_late
 from tpplan.roles.sequence import require_sequence
 
 
@@ -62,7 +63,9 @@ class VocabHead(Lowered):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
         stream = state.stream
-        logits = self._tpplan_project(input, *self._locals())
+        locals_ = self._locals()
+        hand_over_late(self)
+        logits = self._tpplan_project(input, *locals_)
         last = logits.dim() - 1
         output = state.plan.options.get("output")
         compiling = torch.compiler.is_compiling()
