@@ -41,6 +41,9 @@ from tpplan.comm.collectives import (
 )
 from tpplan.compat import differentiates_backward
 
+# collectives of an element's backward, mostly: f, or g and g*, of its attention and of its MLP
+_IN_TP, _IN_SP = 2, 4
+
 
 @dataclass(frozen=True)
 class Transition:
@@ -138,7 +141,7 @@ class _CopyIn(torch.autograd.Function):
         if differentiates_backward():
             return reduce_out(grad, transition.transposed()), None
         handle = start_all_reduce(grad, transition.group, transition.backward)
-        deferred.work()
+        deferred.work(_IN_TP)
         return handle.wait(), None
 
 
@@ -202,7 +205,7 @@ def scattered(
         grad = grad if dtype is None else grad.to(dtype)
         return scatter_out(grad, dim, transition.transposed())
     handle = start_reduce_scatter(grad, dim, transition.group, transition.backward, dtype=dtype)
-    deferred.work()
+    deferred.work(_IN_SP)
     return handle.wait()
 
 
@@ -211,7 +214,7 @@ def gathered(grad: torch.Tensor, dim: int, length: int, transition: Transition) 
     if differentiates_backward():
         return gather_in(grad, dim, length, transition.transposed())
     handle = start_all_gather(grad, dim, length, transition.group, transition.backward)
-    deferred.work()
+    deferred.work(_IN_SP)
     return handle.wait()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -95,14 +96,17 @@ class Account:
 class _Pass:
     """What one backward pass owes, by account; reentrant checkpointing has one inside another.
 
+    ``total``: the multiplications of all that was deferred, by the ``id`` of the account.
+
     Autograd alone holds on to it, so that it goes with the pass, however that ends: passes fail,
     and are asked for some gradients only.
     """
 
-    __slots__ = ("__weakref__", "due")
+    __slots__ = ("__weakref__", "due", "total")
 
     def __init__(self) -> None:
         self.due: dict[Account, list[Deferred]] = {}
+        self.total: Counter[int] = Counter()
 
     def over(self) -> None:
         """Called by autograd."""
@@ -121,21 +125,22 @@ class _Waiting(threading.local):
 _waiting = _Waiting()
 
 
-def work() -> None:
+def work(collectives: int) -> None:
     """Compute of what is deferred in the backward pass that runs what came first.
 
-    That is a third of what the newest account has, the rest being for the next collectives: an
-    element of a model has two to four of them, and most of its weights are in one place. And all of
-    other accounts, so that each element leaves the next one what the last one left it.
+    That is, of all that the newest account ever had, the part of one of an element's
+    ``collectives``: its weights are in one account, and those that come last are left to the
+    element before it. And all of other accounts, which have nothing else to come.
     """
     if torch.compiler.is_compiling():
         return  # where nothing is deferred: its graph is scheduled as a whole
-    waiting = _waiting.passes.get(compat.backward_pass())
-    if not waiting:
+    task = compat.backward_pass()
+    waiting, running = _waiting.passes.get(task), _passes.get(task)
+    if not waiting or running is None:
         return
     due = [one for one in (found() for found in waiting) if one is not None]
     newest = due[-1].owner if due else 0
-    left, done = sum(one.work for one in due if one.owner == newest) / 3, 0
+    left, done = running.total[newest] / collectives, 0
     while done < len(due) and (due[done].owner != newest or left > 0):
         left -= due[done].work if due[done].owner == newest else 0
         due[done].compute()
@@ -152,6 +157,7 @@ def defer(account: Account, index: int, of: Of) -> None:
         running = _passes[task] = _Pass()
         compat.at_end_of_backward(running.over)
     running.due.setdefault(account, []).append(one)
+    running.total[one.owner] += one.work
     if task not in passes:
         while len(passes) >= _PASSES:  # of which nothing but the overlap is lost
             del passes[next(iter(passes))]
