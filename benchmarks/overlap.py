@@ -133,11 +133,11 @@ def slow_mesh() -> tuple[DeviceMesh, SlowLink]:
 
 
 def ways(mesh: DeviceMesh, link: SlowLink, sp: bool) -> dict[str, Way]:
-    """The same layers in each way."""
+    """The same layers in each way; waiting and deferring are one model, in the same memory."""
     rest = {"rows kept": ("shard", "none")} if sp else {}
-    plain = {"waiting": ("gathered", "none"), "deferring": ("gathered", "none")}
+    asked = {"waiting": ("gathered", "none"), **rest, "in pieces": ("gathered", "chunked")}
     made = {}
-    for name, (save, overlap) in (plain | rest | {"in pieces": ("gathered", "chunked")}).items():
+    for name, (save, overlap) in asked.items():
         torch.manual_seed(0)
         stack: Any = Stack(Block(WIDTH, HEADS, INNER) for _ in range(LAYERS))
         rules = {f"layers.*.{path}": style for path, style in RULES.items()}
@@ -154,6 +154,8 @@ def ways(mesh: DeviceMesh, link: SlowLink, sp: bool) -> dict[str, Way]:
         over(module, link)
         in_pieces(module, PIECES)
         made[name] = Way(module, NEVER if name == "waiting" else 0)
+        if name == "waiting":
+            made["deferring"] = Way(module, 0)
     return made
 
 
