@@ -116,19 +116,19 @@ def _by_torch_styles(
 
 
 def by_tpplan(
-    block: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, prefix: str = ""
+    block: nn.Module, mesh: DeviceMesh, sequence_parallel: bool, prefix: str = "", **options: Any
 ) -> nn.Module:
     """The same unmodified block under a plan; ``prefix``: of its modules' paths."""
     import tpplan
 
     rules = {prefix + path: style for path, style in RULES.items()}
+    options = {"inputs": torch.zeros(1, SEQUENCE, WIDTH), "src_data_rank": None, **options}
     return tpplan.parallelize(
         block,
         {"tpplan": 1, "rules": rules},
         mesh=mesh,
         sequence_parallel=sequence_parallel,
-        inputs=torch.zeros(1, SEQUENCE, WIDTH),
-        src_data_rank=None,
+        **options,
     )
 
 

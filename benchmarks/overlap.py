@@ -25,10 +25,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _register_process_group
 
-import tpplan
 from benchmarks.blocks import Block
 from benchmarks.common import finish, on_ranks, option_parser, parse, table
-from benchmarks.host_overhead import RULES, Stack
+from benchmarks.host_overhead import Stack, by_tpplan
 from tpplan.comm import products
 from tpplan.comm.pace import Pieces
 
@@ -140,17 +139,8 @@ def ways(mesh: DeviceMesh, link: SlowLink, sp: bool) -> dict[str, Way]:
     for name, (save, overlap) in asked.items():
         torch.manual_seed(0)
         stack: Any = Stack(Block(WIDTH, HEADS, INNER) for _ in range(LAYERS))
-        rules = {f"layers.*.{path}": style for path, style in RULES.items()}
-        module = tpplan.parallelize(
-            stack,
-            {"tpplan": 1, "rules": rules},
-            mesh=mesh,
-            sequence_parallel=sp,
-            inputs=torch.zeros(1, 16, WIDTH),
-            prove=False,
-            save=save,
-            overlap=overlap,
-        )
+        options = {"inputs": torch.zeros(1, 16, WIDTH), "save": save, "overlap": overlap}
+        module = by_tpplan(stack, mesh, sp, "layers.*.", prove=False, **options)
         over(module, link)
         in_pieces(module, PIECES)
         made[name] = Way(module, NEVER if name == "waiting" else 0)

@@ -375,8 +375,12 @@ def example(model: nn.Module, padded: bool = False) -> dict[str, Any]:
 def objective(output: Any) -> Tensor:
     """A seeded random-weighted sum of the logits."""
     logits: Tensor = output.logits
-    generator = torch.Generator().manual_seed(11)
-    return (logits * torch.randn(logits.shape, generator=generator)).sum()
+    return (logits * weights(logits.shape)).sum()
+
+
+def weights(shape: torch.Size) -> Tensor:
+    """Of ``objective``, for logits of that shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(11))
 
 
 def hf_plan(model: nn.Module) -> dict[str, str]:

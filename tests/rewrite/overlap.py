@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tpplan
 from benchmarks import zoo
-from benchmarks.blocks import Block
-from benchmarks.host_overhead import RULES, Stack
+from benchmarks.host_overhead import Stack, by_tpplan, new_block, stream_and_gradient
 from tests.compare import Errors, Findings, compare_gradients
 from tests.models import VOCAB
 from tests.rewrite.blocks import PLAN, Layer, Model
@@ -137,23 +136,13 @@ def order_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
 def stack_job(mesh: DeviceMesh, sp: bool, save: str) -> Errors:
     """The same of layers that are given a whole tensor, whose gradient is gathered at the end."""
     found = Findings()
-    torch.manual_seed(0)
-    layers: Any = Stack(Block(16, 2, 24) for _ in range(3))
-    rules = {f"layers.*.{path}": style for path, style in RULES.items()}
-    model = tpplan.parallelize(
-        layers,
-        {"tpplan": 1, "rules": rules},
-        mesh=mesh,
-        sequence_parallel=sp,
-        inputs=torch.zeros(1, 8, 16),
-        save=save,
-    )
+    model = by_tpplan(Stack(new_block() for _ in range(3)), mesh, sp, "layers.*.", save=save)
     for _ in range(3):  # in the third, ranks do not compare what they are given
-        x = torch.randn(1, 8, 16, requires_grad=True)
+        x, grad = stream_and_gradient()
         with deferring(0), Order() as order:
-            y = model(x)
+            y = model(x.requires_grad_())
             del order.bare[:]
-            y.backward(torch.randn(1, 8, 16))
+            y.backward(grad)
     due = ["all_gather", "all_reduce"] if sp else []
     found.add(f"waited for at once: {order.bare}", float(order.bare != due))
     return found.errors

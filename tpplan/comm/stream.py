@@ -77,7 +77,7 @@ class Stream:
             asks its own ``State``, which knows it in a recomputation as well.
         shared: what boundaries that share an input have made of it, while a rewritten module that
             runs others is called by the user; None where none is.
-        started: the number of the autograd node with which the element that ran last began.
+        started: the number of the autograd node with which the element, or head, last run began.
         entered: the length of the stream in its global form that last entered a region outside of
             the stack, which is what the region gives back.
         depth: how many modules that contain rewritten ones run their own forward.
