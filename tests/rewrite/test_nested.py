@@ -205,3 +205,54 @@ class Mute(Writing):
 def test_layers_that_give_nothing_are_told_from_those_to_name() -> None:
     with pytest.raises(tpplan.PlanError, match=r"name what runs on rows.*'blocks\.\*\.norm'"):
         tpplan.check(Mute(), plan(True), tp=2, inputs=ids(8))
+
+
+class Mixing(nn.Module):
+    """Of the whole sequence, without what a mask for its rows hides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x: torch.Tensor, masks: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (x * masks["rows"][..., None]).cumsum(1) @ self.weight
+
+
+class MaskedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__("tuple")
+        self.mixing = Mixing()
+
+    def forward(self, state: Any) -> Any:
+        x, masks = state
+        x = x + self.mixing(x, masks)
+        return x + self.down(F.gelu(self.up(self.norm(x)))), masks
+
+
+class Masked(Model):
+    """Its layers are given masks in a mapping, of which one is read beside the whole sequence."""
+
+    def __init__(self) -> None:
+        super().__init__("tuple")
+        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        state = self.table(ids), {"rows": (ids % 3 > 0).to(self.table.weight.dtype)}
+        for block in self.blocks:
+            state = block(state)
+        out: torch.Tensor = self.head(self.last(state[0]))
+        return out
+
+
+def masked(mesh: DeviceMesh) -> Errors:
+    torch.manual_seed(0)
+    reference = Masked().double()
+    model = copy.deepcopy(reference)
+    rules = {**RULES, "blocks.*.mixing": {"style": "replicate", "input": "gather"}}
+    tpplan.parallelize(model, {**plan(True), "rules": rules}, mesh)
+    return accumulated(reference, model, (8, 5, 3))
+
+
+@pytest.mark.turns(4)
+def test_masks_of_what_is_given_the_whole_sequence(ranks: Ranks) -> None:
+    assert beyond(ranks.run(2, masked), 1e-12) == {}

@@ -27,6 +27,7 @@ from tpplan.planner.bare import BareRegion, bare_regions
 from tpplan.planner.causes import Causes, led
 from tpplan.planner.closures import led_by_closures
 from tpplan.planner.complaints import Complaints
+from tpplan.planner.elements import find_elements
 from tpplan.planner.experts import block_rules, blocks, escapes, hide
 from tpplan.planner.flow import Flow, given_in_parts
 from tpplan.planner.kept import kept_parts
@@ -194,9 +195,8 @@ class _Compiler(Outcome):
         self.boundaries = infer.find_boundaries(
             self.trace, columns, self.multihead, heads, gathers, self.bare, adapted, self.staying
         )
-        self.elements = infer.find_elements(
-            self.trace, self.styles, self.plan.layers, self.boundaries, self.multihead, summing
-        )
+        around = self.boundaries, self.multihead, summing, infer.gathering(self.matches.modules)
+        self.elements = find_elements(self.trace, self.styles, self.plan.layers, *around)
         found = self.block_rules.keys()
         elements, rows = self.elements.keys(), self.sequence_parallel
         checks.check_blocks(made, found, elements, rows, self.complaints)

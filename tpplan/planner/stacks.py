@@ -9,7 +9,7 @@ from torch import nn
 from tpplan.language import Plan, nearest
 from tpplan.observe.trace import Trace
 from tpplan.planner.complaints import Complaints
-from tpplan.planner.infer import stream_of
+from tpplan.planner.elements import stream_of
 from tpplan.planner.match import folded
 
 _OFF = "turn sequence_parallel off"

@@ -20,7 +20,7 @@ from tpplan.observe.channels import drawn_by
 from tpplan.observe.trace import Call, Op, Trace
 from tpplan.planner.bare import BareRegion, partial_rows
 from tpplan.planner.flow import Flow
-from tpplan.planner.infer import sources, staying
+from tpplan.planner.infer import gathering, sources, staying
 from tpplan.planner.noise import Noise
 from tpplan.planner.notes import Notes
 from tpplan.styles import NONE, named
@@ -61,10 +61,7 @@ class Walk(Notes):
         self.gathered = {
             path for path, rule in rules.items() if rule.options.get("output") == "gather"
         }
-        # replicated modules for which the stream is gathered, wherever they are
-        self.gathering = {
-            path for path, rule in rules.items() if rule.options.get("input") == "gather"
-        }
+        self.gathering = gathering(rules)
         # row-parallel layers of whose result each rank gets its columns
         self.scattered = {
             path for path, rule in rules.items() if named(rule.style).scatters(rule.options)
