@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from tpplan.pipelines import shard_stage
     from tpplan.pretrained import from_pretrained
     from tpplan.proof import Verification, VerificationError
-    from tpplan.render import Advice, Report
+    from tpplan.render import Advice, FusionReport, Report
     from tpplan.shipped import load_plan
 
 __all__ = [
     "Advice",
     "CheckpointError",
+    "FusionReport",
     "Plan",
     "PlanError",
     "Report",
@@ -54,7 +55,7 @@ _ROOMS: Mapping[str, Sequence[str]] = {
     "pipelines": ("shard_stage",),
     "pretrained": ("from_pretrained",),
     "proof": ("Verification", "VerificationError"),
-    "render": ("Advice", "Report"),
+    "render": ("Advice", "FusionReport", "Report"),
     "shipped": ("load_plan",),
 }
 

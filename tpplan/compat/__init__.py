@@ -23,6 +23,10 @@ from tpplan.compat.autograd import sequence_number as sequence_number
 from tpplan.compat.autograd import set_hooks as set_hooks
 from tpplan.compat.fakes import FakeTensorMode as FakeTensorMode
 from tpplan.compat.fakes import uncached as uncached
+from tpplan.compat.inductor import as_traced as as_traced
+from tpplan.compat.inductor import module_of as module_of
+from tpplan.compat.inductor import options_fusing as options_fusing
+from tpplan.compat.inductor import values_of as values_of
 from tpplan.compat.modes import NeedsValuesError as NeedsValuesError
 from tpplan.compat.modes import Uncompiled as Uncompiled
 from tpplan.compat.modes import constant_in_graphs as constant_in_graphs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -13,7 +12,7 @@ from tpplan.compiled import ParameterPlan
 from tpplan.cost.run import DryRun
 from tpplan.cost.timing import flops_by_module
 from tpplan.planner.match import folded
-from tpplan.render.console import titled
+from tpplan.render.console import columned
 from tpplan.render.units import (
     ROUTED,
     duration,
@@ -24,13 +23,6 @@ from tpplan.render.units import (
     size,
 )
 from tpplan.simulate.steps import PHASES, Collective
-
-# columns that are broken where they are long, and all that hold words; numbers stand right
-_LONG = {"parameter", "for", "how"}
-_WORDS = {
-    *("", "shape", "placement", "per rank", "rule", "phase", "module", "collective", "computes"),
-    *_LONG,
-}
 
 
 def layout(report: DryRun) -> Group:
@@ -55,16 +47,8 @@ def _title(report: DryRun) -> Text:
     )
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = titled(title)
-    for name in columns:
-        justify: Literal["left", "right"] = "left" if name in _WORDS else "right"
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in _LONG)
-    return table
-
-
 def _placements(report: DryRun) -> Table:
-    table = _table("Parameters", "parameter", "×", "shape", "placement", "per rank", "rule")
+    table = columned("Parameters", "parameter", "×", "shape", "placement", "per rank", "rule")
     groups = Counter(map(_row, report.compiled.parameters.values()))
     for (name, shape, placement, local, rule), count in groups.items():
         table.add_row(name, str(count), shape, placement, local, rule)
@@ -85,7 +69,7 @@ def _row(entry: ParameterPlan) -> tuple[str, ...]:
 def _counts(report: DryRun) -> Table:
     kinds = list(dict.fromkeys(k for p in PHASES for k in report.counts(p)))
     columns = [kind.replace("_", "-") for kind in kinds]
-    table = _table("Collectives", "phase", *columns, "sent per rank")
+    table = columned("Collectives", "phase", *columns, "sent per rank")
     for phase in PHASES:
         found = report.counts(phase)
         if phase == "optimizer" and not any(found.values()):
@@ -98,7 +82,7 @@ def _counts(report: DryRun) -> Table:
 
 def _sites(report: DryRun) -> Table:
     columns = ("phase", "module", "×", "collective", "shape", "each", "for")
-    table = _table("Where they come from", *columns)
+    table = columned("Where they come from", *columns)
     groups = Counter(map(_site, report.collectives))
     for (phase, module, kind, shape, each, reason), count in groups.items():
         table.add_row(phase, _broken(module), str(count), kind, shape, each, reason)
@@ -122,7 +106,7 @@ def _site(c: Collective) -> tuple[str, ...]:
 
 def _kernels(report: DryRun) -> Table:
     """What fused kernels stand for, and what they do not."""
-    table = _table("Fused kernels", "module", "×", "computes", "how")
+    table = columned("Fused kernels", "module", "×", "computes", "how")
     kernels = ((path, plan.kernel) for path, plan in report.compiled.modules.items())
     groups = Counter((folded(path), k.kind, k.reason) for path, k in kernels if k is not None)
     for (path, kind, reason), count in groups.items():
@@ -136,7 +120,7 @@ def _memory(report: DryRun) -> Table:
     if report.other_memory is not None:
         runs.append((not report.training.checkpointing, report.other_memory))
     names = ["layers recomputed" if again else "layers kept" for again, _ in runs]
-    table = _table("Memory per rank", "", *names)
+    table = columned("Memory per rank", "", *names)
     for part in ("parameters", "buffers", "gradients", "optimizer", "states"):
         name = "all of these" if part == "states" else part
         table.add_row(name, *(size(getattr(memory, f"{part}_per_rank")) for _, memory in runs))
@@ -155,7 +139,7 @@ def _flops(report: DryRun) -> Table:
     for path, flops in flops_by_module(report.steps).items():
         groups.setdefault(folded(path) or "(model)", []).append(flops)
     title = "Matrix multiplications and attention, of a rank in a step"
-    table = _table(title, "module", "×", "each", "share")
+    table = columned(title, "module", "×", "each", "share")
     total = sum(map(sum, groups.values()))
     for name, found in groups.items():
         each = f"{max(found) / 1e9:,.1f} GFLOP"
@@ -167,7 +151,7 @@ def _time(report: DryRun) -> Table:
     """Modelled seconds by phase, and of the typical layer."""
     time = report.time
     columns = ("", "all", "compute", "sent", "hidden", "could overlap", "sent ÷ compute")
-    table = _table(f"Time, modelled on {time.hardware}", *columns)
+    table = columned(f"Time, modelled on {time.hardware}", *columns)
     rows = {phase.replace("_", " "): share for phase, share in time.phases.items()}
     for stack, layer in time.layers.items():
         for phase, share in layer.phases.items():

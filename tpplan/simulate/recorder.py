@@ -85,10 +85,9 @@ class Recorder(Observer):
     def _collective(
         self, kind: str, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any
     ) -> Collective:
-        group = _group(func, args, kwargs)
+        group = group_of(func, args, kwargs)
         site, self._site = self._site, None
-        of_mesh = group.group_desc.startswith("mesh_")
-        named = group.group_desc.removeprefix("mesh_") if of_mesh else "world"
+        named = dimension_of(group)
         if site is not None and named != "ep":
             named = "tp"  # of a mesh that the user gave another name, or none
         dimension = self._dimensions.get(group.group_name) or named
@@ -120,7 +119,13 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
 
 
-def _group(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
+def dimension_of(group: dist.ProcessGroup) -> str:
+    """The dimension of a mesh whose group it is."""
+    of_mesh = group.group_desc.startswith("mesh_")
+    return group.group_desc.removeprefix("mesh_") if of_mesh else "world"
+
+
+def group_of(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dist.ProcessGroup:
     """The process group of a collective op."""
     names = [a.name for a in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
