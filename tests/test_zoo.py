@@ -54,7 +54,7 @@ ABOVE_THE_FLOOR = {
 # in float32 even the unsharded model is above 1e-5 when its sums are in another order
 # (benchmarks/rounding.py), so the two errors may be those in float64; with weights of these seeds
 # nothing cancels
-ROUNDED = {"apertus": 10, "hy_v4": 12, "xlstm": 12}
+ROUNDED = {"apertus": 10, "hy_v4": 16, "xlstm": 12}
 
 # reordered sums of the unsharded model alone are at 1e-5 (benchmarks/rounding.py), and much of
 # these models is in float32 whatever they are cast to: weights of these seeds leave room
