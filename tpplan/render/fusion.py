@@ -8,9 +8,8 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from tpplan.planner.match import folded
 from tpplan.render.console import columned, plain
-from tpplan.render.units import size
+from tpplan.render.text import site
 from tpplan.simulate.graphs import options_reading
 from tpplan.simulate.steps import Collective
 
@@ -68,7 +67,5 @@ class FusionReport:
 
 
 def _row(c: Collective) -> tuple[str, ...]:
-    beside = c.reason if c.fused else "nothing of its own"
-    shape = f"{'×'.join(map(str, c.shape))} {c.dtype}"
-    kind = c.kind.replace("_", "-")
-    return c.phase, folded(c.module) or "(model)", kind, shape, size(c.bytes), beside
+    *row, beside = site(c)
+    return *row, beside or "nothing of its own"

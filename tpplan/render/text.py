@@ -83,7 +83,7 @@ def _counts(report: DryRun) -> Table:
 def _sites(report: DryRun) -> Table:
     columns = ("phase", "module", "×", "collective", "shape", "each", "for")
     table = columned("Where they come from", *columns)
-    groups = Counter(map(_site, report.collectives))
+    groups = Counter(map(site, report.collectives))
     for (phase, module, kind, shape, each, reason), count in groups.items():
         table.add_row(phase, _broken(module), str(count), kind, shape, each, reason)
     return table
@@ -97,7 +97,8 @@ def _broken(path: str, width: int = 36) -> str:
     return f"{path[:at]}\n  {_broken(path[at:], width - 2)}"
 
 
-def _site(c: Collective) -> tuple[str, ...]:
+def site(c: Collective) -> tuple[str, ...]:
+    """Phase, module, kind, shape, what is sent, and what for; identical layers alike."""
     shape = f"{'×'.join(map(str, c.shape))} {c.dtype}"
     module = folded(c.module) or "(model)"
     phase, kind = c.phase.replace("_", " "), c.kind.replace("_", "-")
