@@ -1,29 +1,35 @@
-"""Host time of a fused kernel's op, forward and backward, with nothing launched.
+"""Host time of a fused kernel's op, forward and backward, on a GPU that is not there.
 
 Each op is called as models call it, around the dispatcher where nobody looks, and through the
-dispatcher as any ``torch.library.custom_op``. What a launch itself costs, the same in both, is left
-out: no kernel runs.
+dispatcher as any ``torch.library.custom_op``, without its launches; these are measured by
+themselves, as tpplan starts a kernel and by Triton's own way to it. No kernel runs.
 """
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import gc
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from benchmarks.common import finish, option_parser, parse, table
+from benchmarks.stub_driver import stub_driver
+from tpplan.kernels import launch
 from tpplan.kernels.operator import Operator
 
-BAR = 1.5
-"""The least that a custom op costs more."""
+BARS = {"ops": 1.5, "launches": 1.25}
+"""The least that a custom op, and launches by Triton's own way, cost more."""
 ROWS, WIDTH = 4, 64
 
 
@@ -68,6 +74,54 @@ def measure(work: Callable[[], None], repeats: int) -> float:
     return (time.process_time() - start) / repeats * 1e6
 
 
+def by_triton(kernel: Any, grid: Any, _: int, args: Any, constants: Any) -> None:
+    """``launch.start`` by Triton's own way."""
+    kernel[grid](*args, **constants)
+
+
+def launches(call: Callable[[], Tensor]) -> list[tuple[Any, ...]]:
+    """What forward and backward give to ``launch.start``."""
+    found = list[tuple[Any, ...]]()
+    with patch.object(launch, "start", lambda *given: found.append(given)):
+        step(call, torch.randn(ROWS, WIDTH))()
+    return found
+
+
+def op_ways(kernel: str, call: Callable[[], Tensor]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The op of a module of ``tpplan.kernels``, as models call it and as a custom op."""
+    work = step(call, torch.randn(ROWS, WIDTH))
+    with nothing_launched(kernel):
+        yield "tpplan", work
+        with through_the_dispatcher():
+            yield "PyTorch's", work
+
+
+def launch_ways(given: list[tuple[Any, ...]]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The launches as tpplan starts them, and as Triton does."""
+    for name, start in {"tpplan": launch.start, "Triton's": by_triton}.items():
+
+        def work(start: Callable[..., None] = start) -> None:
+            for one in given:
+                start(*one)
+
+        yield name, work
+
+
+def compare(
+    options: argparse.Namespace, ways: Callable[[], Iterator[tuple[str, Callable[[], None]]]]
+) -> dict[str, Any]:
+    """Figures of two ways that take turns, and of the second's least time in that of the first."""
+    times = defaultdict[str, list[float]](list)
+    gc.collect()
+    for _ in range(options.rounds):
+        for name, work in ways():
+            times[name].append(measure(work, options.calls))
+    best = {name: min(found) for name, found in times.items()}
+    first, second = best.values()
+    median = {name: statistics.median(found) for name, found in times.items()}
+    return {"best_us": best, "median_us": median, "ratio": second / first}
+
+
 def main() -> int:
     """Measure, print; the exit status."""
     parser = option_parser(__doc__)
@@ -75,25 +129,26 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=300, help="steps in a turn")
     options = parse(parser)
     torch.set_num_threads(1)
-    figures, rows, missed = {}, [], []
+    ops, starts = dict[str, Any](), dict[str, Any]()
     for name, (kernel, call) in calls().items():
-        work = step(call, torch.randn(ROWS, WIDTH))
-        times: dict[str, list[float]] = {"around": [], "through": []}
-        gc.collect()
-        with nothing_launched(kernel):
-            for _ in range(options.rounds):
-                times["around"].append(measure(work, options.calls))
-                with through_the_dispatcher():
-                    times["through"].append(measure(work, options.calls))
-        best = {way: min(found) for way, found in times.items()}
-        ratio = best["through"] / best["around"]
-        median = {way: statistics.median(found) for way, found in times.items()}
-        figures[name] = {"best_us": best, "median_us": median, "ratio": ratio}
-        rows.append((name, f"{best['around']:.0f}", f"{best['through']:.0f}", f"{ratio:.2f}"))
-        if ratio < BAR:
-            missed.append(f"{name}: a custom op costs {ratio:.2f} times as much < {BAR}")
-    print(table(("µs forward+backward", "tpplan", "custom op", "ratio"), rows))
-    return finish(options, {"ops": figures}, missed)
+        ops[name] = compare(options, functools.partial(op_ways, kernel, call))
+    with stub_driver():
+        for name, (_, call) in calls().items():
+            starts[name] = compare(options, functools.partial(launch_ways, launches(call)))
+    missed = list[str]()
+    for title, found in (("ops", ops), ("launches", starts)):
+        rows = [
+            (name, *(f"{time:.1f}" for time in one["best_us"].values()), f"{one['ratio']:.2f}")
+            for name, one in found.items()
+        ]
+        peer = list(next(iter(found.values()))["best_us"])[1]
+        print(table((f"{title}, µs forward+backward", "tpplan", peer, "ratio"), rows), end="\n\n")
+        missed += [
+            f"{name}: {peer} {title} cost {one['ratio']:.2f} times as much < {BARS[title]}"
+            for name, one in found.items()
+            if one["ratio"] < BARS[title]
+        ]
+    return finish(options, {"ops": ops, "launches": starts}, missed)
 
 
 if __name__ == "__main__":

@@ -245,35 +245,31 @@ def test_where_a_collective_comes_from_when_another_thread_runs_backward() -> No
 
 
 class Launched:
-    """Stands for a kernel: keeps where it was launched, and where its tensors are."""
+    """Stands for ``launch.start``: keeps where it was called, and where the tensors are."""
 
     def __init__(self, cuda: Cuda) -> None:
-        self.cuda, self.seen = cuda, set[tuple[str, frozenset[str]]]()
+        self.cuda, self.seen = cuda, set[tuple[str, int, frozenset[str]]]()
         self.count = 0
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+    def __call__(self, _: Any, grid: tuple[int, ...], device: int, args: Any, __: Any) -> None:
+        assert len(grid) == 3
         assert all(n > 0 for n in grid)
-
-        def run(*args: Any, **_: Any) -> None:
-            self.count += 1
-            self.seen.add((f"cuda:{self.cuda.device}", frozenset(devices(args))))
-
-        return run
+        self.count += 1
+        self.seen.add((f"cuda:{self.cuda.device}", device, frozenset(devices(args))))
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
 def test_kernels_run_where_their_tensors_are(
     device: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel, plain = Launched(cuda), launch.launch
+    launched = Launched(cuda)
     monkeypatch.setattr(launch, "interpreted", lambda: False)
-    for room in (norm, gelu, gated, cross_entropy, embedding, transition):
-        monkeypatch.setattr(room, "launch", lambda _, grid: plain(kernel, grid))
+    monkeypatch.setattr(launch, "start", launched)
     with fakes():
         made = [call() for call in _bodies(device)]
-    assert kernel.seen == {(device, frozenset({device}))}
+    assert launched.seen == {(device, int(device[-1]), frozenset({device}))}
     # the gradient of a wide norm takes two
-    assert kernel.count == len(made) + 1
+    assert launched.count == len(made) + 1
     assert devices(made) == {device}
     assert cuda.device == 0
 

@@ -18,6 +18,10 @@ with contextlib.suppress(ImportError):  # a machine without a GPU needs none
     import triton.language as tl  # type: ignore[no-redef]  # noqa: F401
 
 _INTERPRETER = threading.Lock()
+# by kernel, device and arguments: what Triton compiled, and the constants as it is called with them
+_COMPILED: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+KEPT = 4096
+"""The most of them, which lengths that never come again would exceed."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,21 +66,59 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     not the tensor's where that is on another. The interpreter replaces Triton's language while it
     runs: one thread at a time.
     """
-    program = kernel[grid]
+    cells = (*grid, 1, 1)[:3]
 
     def interpret(*args: Any, **constants: Any) -> None:
         with _INTERPRETER:
-            program(*args, **constants)
+            kernel[cells](*args, **constants)
 
     def run(first: Tensor, *rest: Any, **constants: Any) -> None:
         device = first.get_device()
         if device == torch.cuda.current_device():
-            program(first, *rest, **constants)
+            start(kernel, cells, device, (first, *rest), constants)
             return
         with torch.cuda.device(device):
-            program(first, *rest, **constants)
+            start(kernel, cells, device, (first, *rest), constants)
 
     return interpret if interpreted() else run
+
+
+def start(
+    kernel: Any,
+    grid: tuple[int, ...],
+    device: int,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+) -> None:
+    """Launch ``kernel`` on the current device: what was compiled for such arguments, as it is.
+
+    Triton's own way to it, which binds and compares all arguments each time, costs the host about
+    twice as much (``benchmarks/op_overhead.py``). It is taken the first time, and where an address
+    is none that kernels are compiled for alike: of 16 bytes.
+
+    Args:
+        args: those before ``constants``, in order.
+        constants: the rest by name, and Triton's options.
+    """
+    key, addresses = [id(kernel), device, tuple(constants), *constants.values()], 0
+    for arg in args:
+        if isinstance(arg, Tensor):
+            addresses |= arg.data_ptr()
+            key.append(arg.dtype)
+        else:
+            key.append(arg)
+    if addresses % 16:
+        kernel[grid](*args, **constants)
+        return
+    known = _COMPILED.get(alike := tuple(key))
+    if known is not None:
+        compiled, last = known
+        compiled[grid](*args, *last)
+        return
+    compiled = kernel[grid](*args, **constants)
+    if len(_COMPILED) >= KEPT:
+        _COMPILED.clear()
+    _COMPILED[alike] = compiled, [constants[name] for name in kernel.arg_names[len(args) :]]
 
 
 def power(n: int) -> int:
