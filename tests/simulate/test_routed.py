@@ -64,3 +64,17 @@ def test_folded(sp: bool) -> None:
     assert folded.memory == whole.memory
     assert folded.time is not None and whole.time is not None
     assert folded.time.flops == whole.time.flops
+
+
+def test_a_number_of_each_sequence() -> None:
+    """A language, say, that is the same for all where nobody gives one: who has it is known."""
+    with FakeTensorMode(allow_non_fake_inputs=True), RealValues(spread=True):
+        hidden, others = torch.randn(3, 5, WIDTH), torch.zeros(3, 5, WIDTH)
+        languages = 2.0 * torch.ones(3)
+        for language, count in ((1, 0), (2, 3)):
+            chosen = hidden[languages == language]
+            assert isinstance(chosen, FakeTensor)
+            assert chosen.shape == (count, 5, WIDTH)
+            others[languages == language] = chosen
+            assert others.shape == hidden.shape
+        assert isinstance(torch.ones(3, 5), FakeTensor)

@@ -25,7 +25,9 @@ CHOOSING = {
     _aten.max.dim: 1,
 }
 """Ops that say which entries are the largest -> the place of their dimension."""
-EACH = (*CHOOSING, _aten.zeros.default)
+_NUMBERS = (_aten.full.default, _aten.ones.default)
+"""What code has one number of for each sequence (its language), and goes by."""
+EACH = (*CHOOSING, *_NUMBERS, _aten.zeros.default)
 """Ops whose results are told apart by more than what they are given."""
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_}
 _LARGEST = 2**20
@@ -70,14 +72,20 @@ class RealValues(Uncompiled):
                 out, made = None, []
             else:
                 made = tensors_in(out)
-                if not given and any(t.is_floating_point() for t in made):
-                    if func is _aten.zeros.default:
-                        self._zeros[out] = True
+                if not given and self._stays_fake(func, out, made):
                     return out
             if any(t.numel() > _LARGEST for t in made):
                 return out
         with without_fakes():
             return func(*args, **kwargs)
+
+    def _stays_fake(self, func: Any, out: Any, made: list[torch.Tensor]) -> bool:
+        """Whether no code goes by the numbers of what was made of nothing."""
+        if not any(map(torch.is_floating_point, made)):
+            return False
+        if func is _aten.zeros.default:
+            self._zeros[out] = True
+        return not (self.spread and func in _NUMBERS and out.dim() < 2)
 
 
 def _marked(zeros: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
