@@ -19,10 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.compat import (
+    FakeTensor,
+    Uncompiled,
     always,
     below_autograd,
     dispatch_is_observed,
     dispatch_modes,
+    functions_are_observed,
     fused_all_gather_matmul,
     fused_matmul_reduce_scatter,
     is_wrapped,
@@ -31,6 +34,7 @@ from tpplan.kernels.transition import is_view, pack, unpack
 
 _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
+_WRITTEN = (torch.Tensor, FakeTensor)
 
 UNTRANSFORMED = (
     "torch.func's transforms (grad, vjp, vmap, jvp) do not go through the collectives of a sharded "
@@ -219,6 +223,21 @@ def all_reduce(x: torch.Tensor, group: Group, site: Site, op: str = "sum") -> to
 def start_all_reduce_(x: torch.Tensor, group: Group, site: Site) -> Handle:
     """Begin to sum over the ranks into ``x`` itself, contiguous and nobody else's."""
     return Handle(_started(site, _ops.all_reduce_, x, "sum", group.name), site)
+
+
+def may_hold_sum(x: torch.Tensor) -> bool:
+    """Whether its sum over the ranks may be written into ``x``, which is nobody else's.
+
+    Compilers make that of it by themselves. Modes that users enter look for the op that they know,
+    or keep what was given before it (selective checkpointing).
+    """
+    if torch.compiler.is_compiling() or functions_are_observed() or type(x) not in _WRITTEN:
+        return False
+    if dispatch_is_observed():
+        known = (Observer, Uncompiled)
+        if not all(isinstance(mode, known) for mode in dispatch_modes()):
+            return False
+    return x.is_contiguous() and not x._is_view()
 
 
 def start_stacked(x: torch.Tensor, group: Group, site: Site) -> Handle:

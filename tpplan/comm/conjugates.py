@@ -33,10 +33,12 @@ from tpplan.comm.collectives import (
     all_reduce,
     chunk,
     local_slice,
+    may_hold_sum,
     pad,
     reduce_scatter,
     start_all_gather,
     start_all_reduce,
+    start_all_reduce_,
     start_reduce_scatter,
 )
 from tpplan.compat import differentiates_backward
@@ -63,9 +65,12 @@ def copy_in(x: torch.Tensor, transition: Transition) -> torch.Tensor:
     return _CopyIn.apply(x, transition)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def reduce_out(x: torch.Tensor, transition: Transition) -> torch.Tensor:
-    """f*: partial sums leave a sharded region as their sum, whole on every rank."""
-    return _ReduceOut.apply(x, transition)  # type: ignore[no-any-return, no-untyped-call]
+def reduce_out(x: torch.Tensor, transition: Transition, *, owned: bool = False) -> torch.Tensor:
+    """f*: partial sums leave a sharded region as their sum, whole on every rank.
+
+    ``owned``: nobody else has ``x``, nor has a backward kept it: the sum may lie in its memory.
+    """
+    return _ReduceOut.apply(x, transition, owned and may_hold_sum(x))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_in(
@@ -147,15 +152,19 @@ class _CopyIn(torch.autograd.Function):
 
 class _ReduceOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, transition: Transition) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, transition: Transition, in_place: bool) -> torch.Tensor:
         ctx.transition = transition
-        return all_reduce(x, transition.group, transition.forward)
+        if not in_place:
+            return all_reduce(x, transition.group, transition.forward)
+        ctx.mark_dirty(x)
+        start_all_reduce_(x, transition.group, transition.forward).wait()
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if differentiates_backward():
             grad = copy_in(grad, ctx.transition.transposed())
-        return grad, None
+        return grad, None, None
 
 
 class _GatherIn(torch.autograd.Function):

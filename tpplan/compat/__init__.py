@@ -33,6 +33,7 @@ from tpplan.compat.modes import constant_in_graphs as constant_in_graphs
 from tpplan.compat.modes import dispatch_is_observed as dispatch_is_observed
 from tpplan.compat.modes import dispatch_modes as dispatch_modes
 from tpplan.compat.modes import fakes_are_made as fakes_are_made
+from tpplan.compat.modes import functions_are_observed as functions_are_observed
 from tpplan.compat.modes import is_fake as is_fake
 from tpplan.compat.modes import is_traced as is_traced
 from tpplan.compat.modes import is_transformed as is_transformed

@@ -22,6 +22,8 @@ NeedsValuesError = (
 # called for every op and collective: not wrapped
 dispatch_is_observed: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Whether a mode is to see, or to replace, the ops that are called (how many)."""
+functions_are_observed: Callable[[], int] = torch._C._len_torch_function_stack
+"""Whether a mode is to see, or to replace, the functions that are called (how many)."""
 
 
 def fake_mode() -> Any:

@@ -51,13 +51,18 @@ class Rowwise(Lowered):
                 return super().forward(input)  # type: ignore[no-any-return, misc]
         return self._tpplan_summed(input)
 
+    @property
+    def _tpplan_owned(self) -> bool:
+        """Whether nobody else has what the projection gives."""
+        return is_plain(self._tpplan_project)
+
     def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
         weight, *bias = self._locals()
         if self._tpplan.stream.pieces is not None:
             pieces = _pieces(self, input, weight)
             if pieces != 1:
                 return _in_pieces(self, input, weight, bias, pieces)
-        return reduced(self, self._tpplan_project(input, weight), bias)
+        return reduced(self, self._tpplan_project(input, weight), bias, self._tpplan_owned)
 
 
 class RowwiseScattered(Rowwise):
@@ -83,7 +88,8 @@ class RowwiseInside(Rowwise):
     def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
         weight, *bias = self._locals()
         transition = self._tpplan.transition
-        out = reduce_out(self._tpplan_project(input, weight), transition)
+        partial = self._tpplan_project(input, weight)
+        out = reduce_out(partial, transition, owned=self._tpplan_owned)
         for whole in bias:
             out = out + whole.to(out.dtype)
         return copy_in(out, transition)
@@ -111,18 +117,22 @@ class RowwiseTogether(Rowwise):
 
     def _tpplan_summed(self, input: torch.Tensor) -> torch.Tensor:
         weight, *bias = self._locals()
-        return reduced_together(self, self._tpplan_project(input, weight), bias)
+        partial = self._tpplan_project(input, weight)
+        return reduced_together(self, partial, bias, self._tpplan_owned)
 
 
 def reduced_together(
-    module: Lowered, partial: torch.Tensor, bias: Sequence[torch.Tensor] = ()
+    module: Lowered,
+    partial: torch.Tensor,
+    bias: Sequence[torch.Tensor] = (),
+    owned: bool = False,
 ) -> torch.Tensor:
     """Zeros, or of the last of what is reduced together the sum of all of it."""
     state = module._tpplan
     stream, partners = state.stream, state.plan.together
     parts = stream.parts
     if parts is None or parts.grad is not torch.is_grad_enabled():
-        return reduced(module, partial, bias)
+        return reduced(module, partial, bias, owned)
     kept, biases = parts.kept.pop(partners, (None, ()))
     if kept is not None:
         partial = kept + partial
@@ -134,17 +144,23 @@ def reduced_together(
             dim = min(stream.dim, partial.dim() - 2)
             rows[dim] = chunk(rows[dim], state.transition.group.size)
         return partial.new_zeros(()).expand(rows)
-    return reduced(module, partial, biases)
+    return reduced(module, partial, biases, owned or kept is not None)
 
 
 def reduced(
-    module: Lowered, partial: torch.Tensor, biases: Sequence[torch.Tensor] = ()
+    module: Lowered,
+    partial: torch.Tensor,
+    biases: Sequence[torch.Tensor] = (),
+    owned: bool = False,
 ) -> torch.Tensor:
-    """The sum of all ranks' ``partial``, whole or as this rank's rows, and the biases once."""
+    """The sum of all ranks' ``partial``, whole or as this rank's rows, and the biases once.
+
+    ``owned``: nobody else has ``partial``.
+    """
     state = module._tpplan
     stream = state.stream
     if not stream.sequence_parallel:
-        out = reduce_out(partial, state.transition)
+        out = reduce_out(partial, state.transition, owned=owned)
         for bias in biases:
             out = out + bias.to(out.dtype)
         return out
