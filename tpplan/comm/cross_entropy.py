@@ -48,6 +48,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     fuse: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``F.cross_entropy`` with class indices, whole and equal on every rank.
 
@@ -58,6 +59,7 @@ def cross_entropy(
         target: (tokens,) class indices, the same on every rank.
         weight: (classes,) the whole weights.
         fuse: whether fused kernels work on the logits.
+        dtype: of the loss, where it is not that of the logits.
 
     Returns:
         A scalar, or (tokens,) where ``reduction`` is "none".
@@ -91,7 +93,7 @@ def cross_entropy(
         loss = loss.sum()
     # autocast would have run the whole of it in float32
     autocast = torch.is_autocast_enabled(logits.device.type)
-    return loss if low and autocast else loss.to(logits.dtype)  # type: ignore[no-any-return]
+    return loss if low and autocast else loss.to(dtype or logits.dtype)  # type: ignore[no-any-return]
 
 
 def _require_classes(target: torch.Tensor, ignored: torch.Tensor, classes: int) -> None:

@@ -305,9 +305,12 @@ def chunk_of(x: DTensor) -> torch.Tensor | None:
     kept = getattr(x, "_tpplan_chunk", None)
     if kept is None or kept[1] != version_of(x) or kept[0].requires_grad is not x.requires_grad:
         return None
-    if x._backward_hooks or x.retains_grad:
-        return None
-    return kept[0]  # type: ignore[no-any-return]
+    return None if is_awaited(x) else kept[0]  # type: ignore[no-any-return]
+
+
+def is_awaited(x: torch.Tensor) -> bool:
+    """Whether somebody waits for the gradient of ``x`` itself."""
+    return bool(x._backward_hooks) or x.retains_grad
 
 
 def version_of(x: torch.Tensor) -> int:

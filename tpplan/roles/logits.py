@@ -6,7 +6,7 @@ stays sharded where each class is on its own, and gathers them where not (``comm
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from tpplan.comm.cross_entropy import Vocabulary, cross_entropy
 from tpplan.comm.placements import dim_of
 from tpplan.comm.sharded import Sharded, Window, rows_of, whole_of
 from tpplan.comm.source import Rooted, Source
-from tpplan.comm.stream import chunk_of, version_of
+from tpplan.comm.stream import chunk_of, is_awaited, version_of
 
 
 class Origin(Source):
@@ -71,6 +71,67 @@ class Origin(Source):
         )
 
 
+# what casts a tensor, and what rearranges one
+_CASTS = frozenset({torch.Tensor.float, torch.Tensor.to, torch.Tensor.type})
+_MOVES = frozenset(
+    {
+        torch.Tensor.__getitem__, torch.Tensor.contiguous, torch.Tensor.flatten,
+        torch.Tensor.permute, torch.Tensor.reshape, torch.Tensor.squeeze, torch.Tensor.transpose,
+        torch.Tensor.unsqueeze, torch.Tensor.view, torch.flatten, torch.permute, torch.reshape,
+        torch.squeeze, torch.transpose, torch.unsqueeze,
+    }
+)  # fmt: skip
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class _Cast(NamedTuple):
+    """What float32 logits are a copy of, and what was done to the copy since.
+
+    A loss is in float32 anyway: of ``narrow`` it keeps, and its gradient moves, half the bytes.
+
+    ``passed``: the tensors on the way, with their versions; ``moves``: functions with what else
+    they were given.
+    """
+
+    narrow: Logits
+    passed: tuple[tuple[Logits, int], ...]
+    moves: tuple[tuple[Any, Any, Any], ...] = ()
+
+
+def _narrow(logits: Logits) -> Logits:
+    """What ``logits`` are a copy of, moved likewise, where it makes no difference to a loss.
+
+    It does where one was changed in place since, or somebody waits for the gradient of the copy.
+    """
+    if logits._tpplan_cast is None:
+        return logits
+    cast, version = logits._tpplan_cast
+    passed = (*cast.passed, (logits, version))
+    if any(version_of(x) != was or is_awaited(x) for x, was in passed):
+        return logits
+    if cast.narrow.requires_grad is not logits.requires_grad:
+        return logits
+    found = cast.narrow
+    for move, args, kwargs in cast.moves:
+        found = move(found, *args, **kwargs)
+    return found
+
+
+def _followed(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """``out``, with what it is a copy of."""
+    x = args[0] if args else None
+    if type(out) is not Logits or not isinstance(x, Logits) or torch.compiler.is_compiling():
+        return out
+    if func in _CASTS and x.dtype in _LOW and out.dtype == torch.float32:
+        out._tpplan_cast = _Cast(x, ((x, version_of(x)),)), version_of(out)
+    elif func in _MOVES and (known := x._tpplan_cast) is not None and known[1] == version_of(x):
+        cast = known[0]
+        passed = (*cast.passed, (x, version_of(x)))
+        moves = (*cast.moves, (func, args[1:], kwargs))
+        out._tpplan_cast = cast._replace(passed=passed, moves=moves), version_of(out)
+    return out
+
+
 def _gathered(t: Any) -> Any:
     """What is computed of sharded parameters, whole: its gradient must be a DTensor as it is."""
     foreign = isinstance(t, DTensor) and not isinstance(t, Rooted | Window)
@@ -85,6 +146,7 @@ class Logits(Sharded):
     """
 
     _tpplan_source: Origin
+    _tpplan_cast: tuple[_Cast, int] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +156,7 @@ class Logits(Sharded):
                 loss = _loss(*args, **kwargs)
                 if loss is not None:
                     return loss
-            return func(*args, **kwargs)
+            return _followed(func, args, kwargs, func(*args, **kwargs))
 
     def whole(self) -> torch.Tensor:
         """The logits of all classes, on every rank; differentiable."""
@@ -149,8 +211,9 @@ def _loss(
     group = origin.group
     if chunk(origin.classes, group.size) * (group.size - 1) >= origin.classes:
         return None  # the last rank has no class
-    kept = chunk_of(input)
-    local = rows_of(input) if kept is None else kept
+    logits = _narrow(input)
+    kept = chunk_of(logits)
+    local = rows_of(logits) if kept is None else kept
     rows = local.movedim(dim, -1).reshape(-1, local.size(dim))
     loss = cross_entropy(
         rows,
@@ -161,6 +224,7 @@ def _loss(
         reduction,
         label_smoothing,
         "cross_entropy" in origin.stream.fused,
+        input.dtype,
     )
     origin.scored = True
     return loss.reshape(target.shape) if reduction == "none" else loss
