@@ -160,7 +160,7 @@ def no_means(real: Any) -> Any:
 
 
 def reduce_out(real: Any) -> Any:
-    def forward(ctx: Any, x: Any, transition: Any) -> Any:
+    def forward(ctx: Any, x: Any, transition: Any, _: bool) -> Any:
         ctx.transition = transition
         return x.clone()
 
@@ -170,7 +170,7 @@ def reduce_out(real: Any) -> Any:
 def reduced_again(real: Any) -> Any:
     def backward(ctx: Any, grad: Any) -> Any:
         crossing = ctx.transition
-        return collectives.all_reduce(grad, crossing.group, crossing.backward), None
+        return collectives.all_reduce(grad, crossing.group, crossing.backward), None, None
 
     return backward
 
@@ -332,7 +332,7 @@ def kept_chunk(real: Any) -> Any:
 
 
 def bias_before_sum(real: Any) -> Any:
-    def reduced(module: Any, partial: Any, biases: Any) -> Any:
+    def reduced(module: Any, partial: Any, biases: Any, *_: Any) -> Any:
         return real(module, sum(biases, partial), ())
 
     return reduced

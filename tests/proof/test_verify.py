@@ -241,7 +241,7 @@ def test_a_fault_among_ranks_without_a_row(planted: Callable[[Change], None]) ->
 def test_a_bias_added_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     right = linear.reduced
 
-    def reduced(module: Any, partial: torch.Tensor, biases: Any) -> torch.Tensor:
+    def reduced(module: Any, partial: torch.Tensor, biases: Any, _: bool) -> torch.Tensor:
         return right(module, sum(biases, partial), ())
 
     monkeypatch.setattr(linear, "reduced", reduced)
@@ -271,7 +271,7 @@ def test_a_head_that_is_not_tied_any_more(planted: Callable[[Change], None]) -> 
 
 
 def test_a_rank_that_fails_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reduced(module: Any, partial: torch.Tensor, biases: Any) -> torch.Tensor:
+    def reduced(module: Any, partial: torch.Tensor, biases: Any, _: bool) -> torch.Tensor:
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(linear, "reduced", reduced)
