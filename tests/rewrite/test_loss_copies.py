@@ -49,6 +49,12 @@ def written_before_its_view(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(view, t.reshape(-1))
 
 
+def selected(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones_like(t, dtype=torch.bool)
+    mask[0, :3] = False
+    return F.cross_entropy(x.float()[mask], t[mask])
+
+
 def original_written(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     original = x * 1
     copy = original.float()
@@ -85,6 +91,7 @@ LOSSES: dict[str, tuple[bool, Loss]] = {
     "classes second": (True, lambda x, t: F.cross_entropy(x.float().transpose(1, 2), t)),
     "each": (True, lambda x, t: flat(x.float(), t, reduction="none").square().mean()),
     "weighed": (True, weighed),
+    "selected": (True, selected),
     "narrow": (True, flat),
     "scaled": (False, lambda x, t: flat(x.float() / 2, t)),
     "double": (False, lambda x, t: flat(x.float().double(), t)),

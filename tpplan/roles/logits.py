@@ -6,13 +6,14 @@ stays sharded where each class is on its own, and gathers them where not (``comm
 
 from __future__ import annotations
 
+from types import EllipsisType, NoneType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.nn import _reduction
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tpplan.comm import Site, Stream, Transition, chunk, join
 from tpplan.comm.cross_entropy import Vocabulary, cross_entropy
@@ -81,6 +82,8 @@ _MOVES = frozenset(
         torch.squeeze, torch.transpose, torch.unsqueeze,
     }
 )  # fmt: skip
+# what a function was given that is the same later, or says how often it was changed
+_STEADY = (int, slice, EllipsisType, NoneType, torch.memory_format, torch.Tensor)
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -89,12 +92,12 @@ class _Cast(NamedTuple):
 
     A loss is in float32 anyway: of ``narrow`` it keeps, and its gradient moves, half the bytes.
 
-    ``passed``: the tensors on the way, with their versions; ``moves``: functions with what else
+    ``passed``: the tensors that were read, with their versions; ``moves``: functions with what else
     they were given.
     """
 
     narrow: Logits
-    passed: tuple[tuple[Logits, int], ...]
+    passed: tuple[tuple[torch.Tensor, int], ...]
     moves: tuple[tuple[Any, Any, Any], ...] = ()
 
 
@@ -125,10 +128,13 @@ def _followed(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     if func in _CASTS and x.dtype in _LOW and out.dtype == torch.float32:
         out._tpplan_cast = _Cast(x, ((x, version_of(x)),)), version_of(out)
     elif func in _MOVES and (known := x._tpplan_cast) is not None and known[1] == version_of(x):
-        cast = known[0]
-        passed = (*cast.passed, (x, version_of(x)))
-        moves = (*cast.moves, (func, args[1:], kwargs))
-        out._tpplan_cast = cast._replace(passed=passed, moves=moves), version_of(out)
+        cast, given = known[0], tree_map(lambda leaf: leaf, (args[1:], kwargs))
+        leaves = tree_leaves(given)
+        if all(isinstance(leaf, _STEADY) for leaf in leaves):
+            read = [t for t in (x, *leaves) if isinstance(t, torch.Tensor)]
+            passed = (*cast.passed, *((t, version_of(t)) for t in read))
+            moves = (*cast.moves, (func, *given))
+            out._tpplan_cast = cast._replace(passed=passed, moves=moves), version_of(out)
     return out
 
 
