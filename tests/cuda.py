@@ -138,6 +138,9 @@ class Context(SimpleNamespace):
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
 
+    def mark_dirty(self, *_: Any) -> None:
+        """Nothing is recorded that would have to know."""
+
     def set_materialize_grads(self, _: bool) -> None:
         """Nothing is made where there is no gradient."""
 

@@ -114,7 +114,8 @@ def test_boundaries(length: int, fuse: bool) -> None:
         part, bias = torch.empty(3, 4, 6, device=HERE), torch.empty(6, device=HERE)
         for function, given, args in (
             (conjugates._CopyIn, whole, (crossing,)),
-            (conjugates._ReduceOut, whole, (crossing,)),
+            (conjugates._ReduceOut, whole, (crossing, False)),
+            (conjugates._ReduceOut, whole, (crossing, True)),
             (conjugates._GatherIn, part, (1, length, crossing, torch.bfloat16)),
             (conjugates._ScatterOut, whole, (1, crossing, bias)),
             (conjugates._Split, whole, (1, crossing)),
