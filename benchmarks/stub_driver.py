@@ -27,14 +27,9 @@ class StubDriver:
         launches: those that were prepared, where they are ``kept``.
     """
 
-    def __init__(self, architecture: int = 90, kept: bool = False) -> None:
-        self.target, self.kept, self.launches = (
-            GPUTarget("cuda", architecture, 32),
-            kept,
-            list[Launch](),
-        )
-        self.utils = self
-        self.launcher_cls = self._launcher
+    def __init__(self, kept: bool = False) -> None:
+        self.kept, self.launches = kept, list[Launch]()
+        self.utils, self.launcher_cls = self, self._launcher
 
     def _launcher(self, _src: Any, metadata: Any) -> Any:
         name = metadata.hash
@@ -46,8 +41,8 @@ class StubDriver:
         return launch
 
     def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
-        return self.target
+        """An H100."""
+        return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
         """The index of the one that there is."""
@@ -58,7 +53,7 @@ class StubDriver:
         return 0
 
     def get_device_properties(self, _device: int) -> dict[str, int]:
-        """Of an H100."""
+        """Of the same."""
         return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
 
     def load_binary(self, *_: Any) -> tuple[Any, ...]:
@@ -67,14 +62,14 @@ class StubDriver:
 
 
 @contextlib.contextmanager
-def stub_driver(**options: Any) -> Iterator[StubDriver]:
+def stub_driver(kept: bool = False) -> Iterator[StubDriver]:
     """Kernels of ``tpplan`` are launched on it, with tensors that lie on the CPU.
 
     Triton keeps it until the process ends: where there is no GPU it has none to go back to.
     """
     if triton.knobs.runtime.interpret:
         raise RuntimeError("kernels made for Triton's interpreter are never compiled")
-    stub = StubDriver(**options)
+    stub = StubDriver(kept)
     triton.runtime.driver.set_active(stub)
     with contextlib.ExitStack() as patches:
         patches.enter_context(patch.object(torch.cuda, "current_device", lambda: NOWHERE))

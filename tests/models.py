@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import tpplan
 
@@ -95,3 +101,19 @@ def weighed(*outputs: torch.Tensor) -> torch.Tensor:
 def sharded(model: Any, mesh: DeviceMesh, sp: bool, plan: Any = "llama.yaml") -> Any:
     """A sharded copy; the model itself stays whole."""
     return tpplan.parallelize(copy.deepcopy(model), plan, mesh, sequence_parallel=sp, prove=False)
+
+
+def keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Of selective checkpointing: all but products is recomputed."""
+    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recomputed(model: Any, selective: bool, **options: Any) -> None:
+    """Backward recomputes the layers of a Llama, all of them or but for their products."""
+    if selective:
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+        options["context_fn"] = contexts
+    for layer in model.model.layers:
+        run = functools.partial(checkpoint, layer.forward, use_reentrant=False, **options)
+        layer.forward = run

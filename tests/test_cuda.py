@@ -16,6 +16,7 @@ import tpplan
 from benchmarks import zoo
 from tests.cuda import Context, Cuda, cuda_mesh, devices, fakes
 from tests.gpt import GPT
+from tests.kernels.bodies import bodies
 from tests.models import hf
 from tpplan.comm import (
     Group,
@@ -32,7 +33,7 @@ from tpplan.comm import (
 from tpplan.comm import cross_entropy as sharded_loss
 from tpplan.comm.parts import scattered
 from tpplan.comm.randomness import Randomness
-from tpplan.kernels import cross_entropy, embedding, gated, gelu, launch, norm, transition
+from tpplan.kernels import launch, norm
 from tpplan.layout import Rows
 from tpplan.observe.calls import call_for
 from tpplan.observe.shadow import shadow_of
@@ -278,29 +279,14 @@ def test_kernels_run_where_their_tensors_are(
 def _bodies(device: str) -> list[Callable[[], Any]]:
     """A call of every op's own body, as on a GPU."""
 
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def new(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    x, w, ids, row = new(6, 32), new(32), new(6, dtype=torch.long), new(6)
-    wide = new(6, 65536)
+    wide, row = new(6, 65536), new(6)
+    backward = norm._norm_backward._body
     return [
-        lambda: norm._norm._body(x, x, w, w, 1e-5, True, 0.0, False),
-        lambda: norm._norm_backward._body(x, x, w, row, row, x, 0.0, False, True, True),
-        lambda: norm._norm_backward._body(
-            wide, wide, wide[0], row, row, None, 0.0, False, True, True
-        ),
-        lambda: gelu._gelu._body(x, w, True),
-        lambda: gelu._gelu_backward._body(x, x, w, True, True),
-        lambda: gated._gated._body(x, x, "silu"),
-        lambda: gated._gated_backward._body(x, x, x, "silu"),
-        lambda: gated._packed._body(x, "silu", True),
-        lambda: gated._packed_backward._body(new(6, 16), x, "silu", True),
-        lambda: cross_entropy._statistics._body(x, ids, 0, w, True),
-        lambda: cross_entropy._gradient._body(x, ids, 0, w, row, row, row, row, row),
-        lambda: embedding._look_up._body(ids, x, 0, None),
-        lambda: embedding._look_up_backward._body(x, ids, 9, 0, None),
-        lambda: transition._pack._body(new(2, 6, 8), new(8), 2, 3, torch.float32),
-        lambda: transition._unpack._body(new(2, 2, 3, 8), 6),
+        *bodies(new, 6, 32),
+        lambda: backward(wide, wide, wide[0], row, row, None, 0.0, False, True, True),
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from tests.compare import Errors, beyond, same, step
-from tests.models import hf, sharded, token_ids
+from tests.models import hf, recomputed, sharded, token_ids
 from tests.ranks import Ranks
 from tpplan.comm import conjugates, reduce_out
 from tpplan.comm.collectives import Group, Site
@@ -107,22 +101,12 @@ def test_where_the_sum_lies(ranks: Ranks, tp: int, made: str, seen: str) -> None
     assert beyond([errors for _, errors in found], 1e-12) == {}
 
 
-def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def life(mesh: DeviceMesh, event: str) -> tuple[Counter[bool], Errors]:
     """How often sums lie in place, and the errors of a step, twice."""
     reference = hf(use_cache=False)
     model = sharded(hf(use_cache=False), mesh, sp=False)
-    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
-    options: dict[str, Any] = {"use_reentrant": False}
-    if event == "selective":
-        options["context_fn"] = contexts
     if event in ("checkpoint", "selective"):
-        for layer in model.model.layers:
-            layer.forward = functools.partial(checkpoint, layer.forward, **options)
+        recomputed(model, event == "selective")
     if event == "projection":
         for layer in model.model.layers:
             down = layer.mlp.down_proj

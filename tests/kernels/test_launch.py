@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tpplan.kernels import cross_entropy, embedding, gated, gelu, launch, norm, transition
+from tests.kernels.bodies import New, bodies
+from tpplan.kernels import launch, norm
 
 pytest.importorskip("triton")
 
@@ -26,37 +27,14 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolEx
             yield pool
 
 
-def bodies(rows: int, h: int, dtype: torch.dtype, skipped: int) -> list[Callable[[], Any]]:
-    """A call of every op's own body.
+def off(skipped: int, kind: torch.dtype) -> New:
+    """Makes tensors behind so many elements, which move them off their alignment."""
 
-    Args:
-        skipped: elements before each tensor's first, which move it off its alignment.
-    """
-
-    def new(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+    def new(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         size = torch.Size(shape).numel()
-        return torch.zeros(size + skipped, dtype=dtype)[skipped:].view(shape)
+        return torch.zeros(size + skipped, dtype=dtype or kind)[skipped:].view(shape)
 
-    x, w, ids = new(rows, h), new(h), new(rows, dtype=torch.long)
-    row = new(rows, dtype=torch.float32)
-    return [
-        lambda: norm._norm._body(x, x, w, w, 1e-5, True, 0.0, False),
-        lambda: norm._norm._body(x, None, w, None, 1e-6, False, 1.0, True),
-        lambda: norm._norm_backward._body(x, x, w, row, row, x, 0.0, False, True, True),
-        lambda: gelu._gelu._body(x, w, True),
-        lambda: gelu._gelu._body(x, None, False),
-        lambda: gelu._gelu_backward._body(x, x, w, True, True),
-        lambda: gated._gated._body(x, x, "silu"),
-        lambda: gated._gated._body(x, x, "gelu"),
-        lambda: gated._packed._body(x, "silu", True),
-        lambda: gated._gated_backward._body(x, x, x, "silu"),
-        lambda: cross_entropy._statistics._body(x, ids, 0, w, True),
-        lambda: cross_entropy._gradient._body(x, ids, 0, w, row, row, row, row, row),
-        lambda: embedding._look_up._body(ids, x, 0, None),
-        lambda: embedding._look_up_backward._body(x, ids, 9, 0, 3),
-        lambda: transition._pack._body(new(2, 6, h), new(h), 2, 3, torch.float32),
-        lambda: transition._unpack._body(new(2, 2, 3, h), 6),
-    ]
+    return new
 
 
 def readable(launches: list[Any]) -> list[Any]:
@@ -98,7 +76,7 @@ def compare(dtype: torch.dtype) -> tuple[int, list[int]]:
     with stub_driver(kept=True) as stub:
         for rows, h in SIZES * 2:
             for skipped in (0, 1):
-                calls = bodies(rows, h, dtype, skipped)
+                calls = bodies(off(skipped, dtype), rows, h)
                 expected = launched(calls, stub, straight=True)
                 with patch.object(own, "run", autospec=True, side_effect=own.run) as front:
                     assert launched(calls, stub, straight=False) == expected
@@ -112,7 +90,7 @@ def compare(dtype: torch.dtype) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_as_triton_launches(dtype: torch.dtype, compiler: ProcessPoolExecutor) -> None:
     kernels, slow = compiler.submit(compare, dtype).result()
-    each = len(bodies(5, 48, dtype, 0))
+    each = len(bodies(off(0, dtype), 5, 48))
     assert kernels > 3 * each  # compiled for the alignment and the sizes, as well as by the op
     assert slow == [each, each] * len(SIZES) + [0, each] * len(SIZES)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +11,10 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 import tpplan
 from tests.compare import Errors, beyond, compare_gradients, error, joined, same, step
-from tests.models import hf, token_ids
+from tests.models import hf, recomputed, token_ids
 from tests.ranks import Ranks
 
 # of the first alone a graph is made for one length; tp divides some of the others
@@ -186,21 +180,10 @@ def test_more_lengths_than_graphs(ranks: Ranks) -> None:
         assert "set torch._dynamo.config.recompile_limit higher" in message
 
 
-def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def checkpointed(mesh: DeviceMesh, selective: bool) -> Errors:
     """Layers that backward recomputes, all of them or but for their products."""
     reference, model = sharded(mesh, sequence_parallel=True)
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if selective:
-        options["context_fn"] = functools.partial(
-            create_selective_checkpoint_contexts, keep_products
-        )
-    for layer in model.model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, **options)
+    recomputed(model, selective, preserve_rng_state=False)
     return over_lengths(reference, model, model, LENGTHS[-4:])
 
 

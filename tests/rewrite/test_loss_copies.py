@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -49,6 +50,15 @@ def written_before_its_view(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(view, t.reshape(-1))
 
 
+def freed(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    copy = x.float()
+    same = copy.contiguous()
+    loss, dead = flat(same, t), weakref.ref(copy)
+    del copy, same
+    assert dead() is None  # without the garbage collector
+    return loss
+
+
 def selected(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     mask = torch.ones_like(t, dtype=torch.bool)
     mask[0, :3] = False
@@ -92,6 +102,7 @@ LOSSES: dict[str, tuple[bool, Loss]] = {
     "each": (True, lambda x, t: flat(x.float(), t, reduction="none").square().mean()),
     "weighed": (True, weighed),
     "selected": (True, selected),
+    "freed": (True, freed),
     "narrow": (True, flat),
     "scaled": (False, lambda x, t: flat(x.float() / 2, t)),
     "double": (False, lambda x, t: flat(x.float().double(), t)),

@@ -34,6 +34,7 @@ from tpplan.kernels.transition import is_view, pack, unpack
 
 _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
+# others may be more than what they hold
 _WRITTEN = (torch.Tensor, FakeTensor)
 
 UNTRANSFORMED = (

@@ -123,11 +123,14 @@ def _narrow(logits: Logits) -> Logits:
 def _followed(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     """``out``, with what it is a copy of."""
     x = args[0] if args else None
-    if type(out) is not Logits or not isinstance(x, Logits) or torch.compiler.is_compiling():
+    if out is x or type(out) is not Logits or not isinstance(x, Logits):
+        return out
+    if torch.compiler.is_compiling():
         return out
     if func in _CASTS and x.dtype in _LOW and out.dtype == torch.float32:
         out._tpplan_cast = _Cast(x, ((x, version_of(x)),)), version_of(out)
     elif func in _MOVES and (known := x._tpplan_cast) is not None and known[1] == version_of(x):
+        # a copy, as lists may be changed
         cast, given = known[0], tree_map(lambda leaf: leaf, (args[1:], kwargs))
         leaves = tree_leaves(given)
         if all(isinstance(leaf, _STEADY) for leaf in leaves):
