@@ -16,9 +16,11 @@ from tests.compare import full
 from tests.models import SHARDED_LOGITS, VOCAB, hf, sharded, token_ids
 from tests.ranks import Ranks
 from tests.rewrite import MODES
+from tpplan.comm import promised
 from tpplan.comm.collectives import chunk
 from tpplan.roles import logits as room
 
+MADE = promised._Later.made
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -140,9 +142,17 @@ def losses_job(mesh: DeviceMesh, sp: bool) -> dict[str, list[str]]:
         expected = run(reference)
         with patch.object(room, "_narrow", lambda x: x):
             wide = run(model)
+        with patch.object(room, "promised", lambda *_: None):
+            early = run(model)
         kept.clear()
-        got = run(model)
+        with patch.object(promised._Later, "made", autospec=True, side_effect=MADE) as made:
+            got = run(model)
         wrong = found[name] = list[str]()
+        if not all(map(torch.equal, early, got)):
+            wrong.append("other numbers than of a copy made at once")
+        read = name == "selected" or not left_out  # what is picked by a mask is no view
+        if read is not bool(made.mock_calls):
+            wrong.append(f"made {len(made.mock_calls)} copies")
         if not all(map(torch.equal, wide, got)) or wide[0].dtype != got[0].dtype:
             wrong.append("other numbers than of the copy")
         if got[0].dtype != expected[0].dtype:

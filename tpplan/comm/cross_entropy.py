@@ -15,7 +15,7 @@ import torch
 
 from tpplan.comm.collectives import Group, Site, all_reduce
 from tpplan.comm.conjugates import Transition, copy_in
-from tpplan.compat import FakeTensor, differentiates_backward
+from tpplan.compat import FakeTensor, differentiates_backward, is_traced
 from tpplan.kernels.cross_entropy import add_rest, gradient, located, statistics
 
 
@@ -97,7 +97,7 @@ def cross_entropy(
 
 
 def _require_classes(target: torch.Tensor, ignored: torch.Tensor, classes: int) -> None:
-    if isinstance(target, FakeTensor) or target.is_meta:
+    if isinstance(target, FakeTensor) or target.is_meta or is_traced():
         return
     wrong = ((target < 0) | (target >= classes)) & ~ignored
     if target.device.type != "cpu":

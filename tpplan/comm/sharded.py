@@ -64,6 +64,8 @@ class Sharded(Rooted):
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's rows; differentiable."""
+        if self._tpplan_writes is not None:
+            self._tpplan_writes.ahead()
         if grad_placements is not None:
             return super().to_local(grad_placements=grad_placements)
         return rows_of(self)
@@ -199,6 +201,12 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     return op.on_whole()
 
 
+def on_rows(func: Any, *args: Any) -> Any:
+    """What an op makes of this rank's rows alone; None where it is not known to."""
+    done = _Op(func, args, {}).on_rows()
+    return None if done is None else done[0]
+
+
 def _converted(func: Any, x: Any, *options: Any) -> torch.Tensor:
     """The ops of ``comm.traced``.
 
@@ -272,13 +280,15 @@ class _Op:
         made = [t for t in tree_leaves(whole) if isinstance(t, torch.Tensor)]
         if not made or not all(self._fits(t, plan, length) for t in made):
             return None
+        known = [t._tpplan_writes for t in self.written if t._tpplan_writes is not None]
+        for writes in known:
+            writes.ahead()
         out = (plan.func or self.func)(*plan.args, **plan.kwargs)
         if plan.summed:
             site = replace(source.site, reason=f"{source.site.reason}: {self.name}")
             out = tree_map(lambda t: all_reduce(t, source.group, site), out)
-        for t in self.written:
-            if t._tpplan_writes is not None:
-                t._tpplan_writes[0] += 1
+        for writes in known:
+            writes.count += 1
         if self.written:
             return (self.written[0] if len(self.written) == 1 else tuple(self.written),)
         if plan.at is None:
@@ -313,7 +323,7 @@ class _Op:
         spec = compat.dtensor_spec(mesh, (Shard(at),), shape, whole.dtype, whole.stride())
         made = wrapped(rows, x._tpplan_source, spec)
         if compat.is_view(self.func):
-            made._tpplan_writes = x._tpplan_writes = x._tpplan_writes or [0]
+            made._tpplan_writes = x._tpplan_writable()
         return made
 
     # on whole tensors
@@ -363,9 +373,10 @@ class _Op:
         elif isinstance(t, Sharded) and copy is not None:
             if copy.shape != t.shape:
                 raise NotImplementedError(f"{self.func} would change the shape of a sharded tensor")
+            writes = t._tpplan_writable()
+            writes.ahead()
             local_of(t).copy_(t._tpplan_source.own(copy, dim_of(t)))
-            t._tpplan_writes = t._tpplan_writes or [0]
-            t._tpplan_writes[0] += 1
+            writes.count += 1
 
     def _viewed(self, wholes: dict[int, Whole]) -> Whole | None:
         """What a view is one of."""

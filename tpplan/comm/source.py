@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -72,7 +73,10 @@ class Source:
         shape = list(rows.shape)
         shape[dim] = length
         key = (*shape, dim, rows.dtype)
-        spec = self.specs.get(key)
+        try:
+            spec = self.specs.get(key)
+        except TypeError:  # of sizes that are symbols to torch.compile
+            return compat.dtensor_spec(self.mesh, (Shard(dim),), shape, rows.dtype)
         if spec is None:
             if len(self.specs) > 64:  # lengths change at every step of a decoding loop
                 self.specs.clear()
@@ -95,12 +99,39 @@ class Source:
         return whole if dtype in SENT else whole.contiguous().view(dtype).squeeze(-1)
 
 
+class Writes:
+    """Those to a tensor and its views.
+
+    Attributes:
+        count: of them.
+        copies: to be made before the next one.
+    """
+
+    __slots__ = ("copies", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.copies: list[weakref.ref[Rooted]] = []
+
+    def ahead(self) -> None:
+        """The rows may be written to now."""
+        while self.copies:
+            copy = self.copies.pop()()
+            if copy is not None:
+                local_of(copy)
+
+
 class Rooted(DTensor):
     """A DTensor that knows its source, and what it is gathered."""
 
     _tpplan_source: Source
     _tpplan_whole: Whole | None = None
-    _tpplan_writes: list[int] | None = None
+    _tpplan_writes: Writes | None = None
+
+    def _tpplan_writable(self) -> Writes:
+        if self._tpplan_writes is None:
+            self._tpplan_writes = Writes()
+        return self._tpplan_writes
 
 
 def wrapped(rows: torch.Tensor, source: Source, spec: compat.DTensorSpec) -> Rooted:
@@ -119,7 +150,7 @@ class Whole:
         # not x, which refers to this
         self.source = x._tpplan_source
         self.rows = wrapped(local_of(x), self.source, spec_of(x))
-        self.writes = x._tpplan_writes = x._tpplan_writes or [0]
+        self.writes = x._tpplan_writable()
         self.tensor = self._gathered(why)
         self._seen = self._version()
 
@@ -144,7 +175,7 @@ class Whole:
     def _version(self) -> tuple[int, int]:
         # ops on a sharded tensor do not count in its rows' version, direct ones do
         rows = local_of(self.rows)
-        return self.writes[0], 0 if rows.is_inference() else rows._version
+        return self.writes.count, 0 if rows.is_inference() else rows._version
 
     def refresh(self, why: str) -> None:
         """Take over what was written to the rows."""
@@ -154,6 +185,7 @@ class Whole:
 
     def write_back(self) -> None:
         """Give the rows what was written to the whole."""
+        self.writes.ahead()
         local_of(self.rows).copy_(self.source.own(self.tensor, dim_of(self.rows)))
-        self.writes[0] += 1
+        self.writes.count += 1
         self._seen = self._version()

@@ -64,6 +64,7 @@ from tpplan.compat.sizes import bind_all_to_sizes as bind_all_to_sizes
 from tpplan.compat.sizes import bind_to_sizes as bind_to_sizes
 from tpplan.compat.sizes import larger as larger
 from tpplan.compat.sizes import smaller as smaller
+from tpplan.compat.sizes import unite as unite
 from tpplan.compat.symmetric import enable_symmetric_memory as enable_symmetric_memory
 from tpplan.compat.symmetric import fused_all_gather_matmul as fused_all_gather_matmul
 from tpplan.compat.symmetric import fused_matmul_reduce_scatter as fused_matmul_reduce_scatter
@@ -74,6 +75,7 @@ from tpplan.compat.tensors import full_states_by as full_states_by
 from tpplan.compat.tensors import kept_by_fsdp as kept_by_fsdp
 from tpplan.compat.tensors import local_of as local_of
 from tpplan.compat.tensors import mesh_of as mesh_of
+from tpplan.compat.tensors import put_local as put_local
 from tpplan.compat.tensors import shards_of as shards_of
 from tpplan.compat.tensors import spec_of as spec_of
 from tpplan.compat.tensors import tangents_of as tangents_of

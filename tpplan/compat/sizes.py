@@ -7,6 +7,7 @@ length to length (whether tp divides it, which rank has the last rows) would cos
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,16 @@ def larger(a: int, b: int) -> int:
     if type(a) is int and type(b) is int:
         return max(a, b)
     return torch.sym_max(a, b)  # type: ignore[no-any-return]
+
+
+def unite(whole: Sequence[int], local: Sequence[int], sharded: int) -> None:
+    """Have sizes be the same symbols but along the dimension that is sharded.
+
+    Torch says of those of a local tensor where they come from, and may forget to of the others.
+    """
+    for dim, (one, other) in enumerate(zip(whole, local, strict=True)):
+        if dim != sharded and isinstance(one, torch.SymInt):
+            torch._check(one == other)
 
 
 def bind_to_sizes(x: torch.Tensor) -> None:

@@ -26,6 +26,11 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def put_local(tensor: DTensor, local: torch.Tensor) -> None:
+    """Give a DTensor its shard, also where its class answers for ``_local_tensor`` itself."""
+    there(DTensor, "_local_tensor").__set__(tensor, local)
+
+
 class _Shards(TorchDispatchMode):
     """Within it, ``detach`` of a DTensor answers with its shard."""
 

@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import _reduction
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tpplan import compat
 from tpplan.comm import Site, Stream, Transition, chunk, join
 from tpplan.comm.cross_entropy import Vocabulary, cross_entropy
 from tpplan.comm.placements import dim_of
-from tpplan.comm.sharded import Sharded, Window, rows_of, whole_of
+from tpplan.comm.promised import Promised, promised
+from tpplan.comm.sharded import Sharded, Window, computed, rows_of, whole_of
 from tpplan.comm.source import Rooted, Source
 from tpplan.comm.stream import chunk_of, is_awaited, version_of
 
@@ -55,21 +57,22 @@ class Origin(Source):
         x._tpplan_chunk = (local, version_of(x))  # type: ignore[attr-defined]
         return x  # type: ignore[return-value]
 
-    def vocabulary(self) -> Vocabulary:
-        """How the classes are sharded."""
-        site = self.site
 
-        def of(reason: str) -> Site:
-            return Site(site.module, f"cross entropy: {reason}", site.rule)
+def _vocabulary(source: Source, classes: int) -> Vocabulary:
+    """How the classes are sharded."""
+    site = source.site
 
-        return Vocabulary(
-            self.classes,
-            self.rows(self.classes)[0],
-            self.group,
-            of("largest logit of each token"),
-            of("sum of the exponentials"),
-            of("logit of the target"),
-        )
+    def of(reason: str) -> Site:
+        return Site(site.module, f"cross entropy: {reason}", site.rule)
+
+    return Vocabulary(
+        classes,
+        source.rows(classes)[0],
+        source.group,
+        of("largest logit of each token"),
+        of("sum of the exponentials"),
+        of("logit of the target"),
+    )
 
 
 # what casts a tensor, and what rearranges one
@@ -92,13 +95,17 @@ class _Cast(NamedTuple):
 
     A loss is in float32 anyway: of ``narrow`` it keeps, and its gradient moves, half the bytes.
 
-    ``passed``: the tensors that were read, with their versions; ``moves``: functions with what else
-    they were given.
+    ``version``: of the copy then; ``passed``: the tensors that were read, with their versions;
+    ``moves``: functions with what else they were given.
     """
 
     narrow: Logits
+    version: int
     passed: tuple[tuple[torch.Tensor, int], ...]
     moves: tuple[tuple[Any, Any, Any], ...] = ()
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """What is copied deeply may have been changed before."""
 
 
 def _narrow(logits: Logits) -> Logits:
@@ -106,10 +113,10 @@ def _narrow(logits: Logits) -> Logits:
 
     It does where one was changed in place since, or somebody waits for the gradient of the copy.
     """
-    if logits._tpplan_cast is None:
+    cast = logits._tpplan_cast
+    if cast is None:
         return logits
-    cast, version = logits._tpplan_cast
-    passed = (*cast.passed, (logits, version))
+    passed = (*cast.passed, (logits, cast.version))
     if any(version_of(x) != was or is_awaited(x) for x, was in passed):
         return logits
     if cast.narrow.requires_grad is not logits.requires_grad:
@@ -123,21 +130,21 @@ def _narrow(logits: Logits) -> Logits:
 def _followed(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     """``out``, with what it is a copy of."""
     x = args[0] if args else None
-    if out is x or type(out) is not Logits or not isinstance(x, Logits):
+    if out is x or not isinstance(out, Logits) or not isinstance(x, Logits):
         return out
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or compat.is_traced():
         return out
     if func in _CASTS and x.dtype in _LOW and out.dtype == torch.float32:
-        out._tpplan_cast = _Cast(x, ((x, version_of(x)),)), version_of(out)
-    elif func in _MOVES and (known := x._tpplan_cast) is not None and known[1] == version_of(x):
+        out._tpplan_cast = _Cast(x, version_of(out), ((x, version_of(x)),))
+    elif func in _MOVES and (cast := x._tpplan_cast) is not None and cast.version == version_of(x):
         # a copy, as lists may be changed
-        cast, given = known[0], tree_map(lambda leaf: leaf, (args[1:], kwargs))
+        given = tree_map(lambda leaf: leaf, (args[1:], kwargs))
         leaves = tree_leaves(given)
         if all(isinstance(leaf, _STEADY) for leaf in leaves):
             read = [t for t in (x, *leaves) if isinstance(t, torch.Tensor)]
             passed = (*cast.passed, *((t, version_of(t)) for t in read))
             moves = (*cast.moves, (func, *given))
-            out._tpplan_cast = cast._replace(passed=passed, moves=moves), version_of(out)
+            out._tpplan_cast = _Cast(cast.narrow, version_of(out), passed, moves)
     return out
 
 
@@ -154,8 +161,8 @@ class Logits(Sharded):
     ``Sharded``.
     """
 
-    _tpplan_source: Origin
-    _tpplan_cast: tuple[_Cast, int] | None = None
+    _tpplan_source: Source
+    _tpplan_cast: _Cast | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -166,6 +173,19 @@ class Logits(Sharded):
                 if loss is not None:
                     return loss
             return _followed(func, args, kwargs, func(*args, **kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        later = promised(func, args, kwargs or {}, _Later)
+        return computed(func, args, kwargs or {}) if later is None else later
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
+        x = compat.unflattened(Logits, inner, context, size, stride)
+        compat.unite(x.shape, compat.local_of(x).shape, dim_of(x))
+        return x
 
     def whole(self) -> torch.Tensor:
         """The logits of all classes, on every rank; differentiable."""
@@ -181,9 +201,15 @@ class Logits(Sharded):
         shards: the gather would cost what that has saved.
         """
         origin = self._tpplan_source
+        if not isinstance(origin, Origin):  # of a head that was compiled alone
+            return self
         if origin.output == "shard" or (origin.output is None and training and origin.scored):
             return self
         return self.whole()
+
+
+class _Later(Promised, Logits):
+    kept = Logits
 
 
 def _loss(
@@ -216,10 +242,11 @@ def _loss(
         return None
     if isinstance(target, DTensor):
         target = target.full_tensor()
-    origin = input._tpplan_source
-    group = origin.group
-    if chunk(origin.classes, group.size) * (group.size - 1) >= origin.classes:
+    source, classes = input._tpplan_source, input.size(dim)
+    if chunk(classes, source.group.size) * (source.group.size - 1) >= classes:
         return None  # the last rank has no class
+    # what torch.compile put together does not know it
+    origin = source if isinstance(source, Origin) else None
     logits = _narrow(input)
     kept = chunk_of(logits)
     local = rows_of(logits) if kept is None else kept
@@ -227,19 +254,20 @@ def _loss(
     loss = cross_entropy(
         rows,
         target.reshape(-1),
-        origin.vocabulary(),
+        _vocabulary(source, classes),
         weight,
         ignore_index,
         reduction,
         label_smoothing,
-        "cross_entropy" in origin.stream.fused,
+        origin is not None and "cross_entropy" in origin.stream.fused,
         input.dtype,
     )
-    origin.scored = True
+    if origin is not None:
+        origin.scored = True
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
 def _usable(weight: torch.Tensor, logits: Logits) -> bool:
     autocast = torch.is_autocast_enabled(logits.device.type)
     fits = weight.dtype == logits.dtype or (autocast and weight.is_floating_point())
-    return fits and weight.shape == (logits._tpplan_source.classes,) and not weight.requires_grad
+    return fits and weight.shape == (logits.size(dim_of(logits)),) and not weight.requires_grad
