@@ -250,6 +250,29 @@ def training_job(mesh: DeviceMesh, sp: bool) -> Errors:
     return found.errors
 
 
+DATA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "whole": lambda p: 1.1 * whole(p.detach()),
+    "a part of something": lambda p: torch.stack([whole(p.detach())] * 2)[1] * 0.9,
+    "centred": lambda p: p.data - 0.5 * p.data.mean(0, keepdim=True),
+    "turned": lambda p: p.data.flip(0),
+    "of two": lambda p: p.data + p.detach() * 0.1,
+}
+
+
+def data_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """``p.data`` may be given what has another placement, or none."""
+    models, found = pair(mesh, sp), Findings()
+    for name, change in DATA.items():
+        for p in (p for model in models for p in model.parameters()):
+            p.data = change(p)
+        found.add(name, twice(models))
+    for model in models:
+        rows = torch.cat([0.9 * whole(p.detach()).flatten() for p in model.parameters()])
+        nn.utils.vector_to_parameters(rows, model.parameters())
+    found.add("a vector", twice(models))
+    return found.errors
+
+
 def copies_job(mesh: DeviceMesh, sp: bool) -> Errors:
     """A deep copy and a pickle have weights of their own."""
     found = Findings()
@@ -380,6 +403,7 @@ JOBS = {
     "gradients of gradients": penalty_job,
     "training": training_job,
     "copies": copies_job,
+    "data": data_job,
     "hooks": hooks_job,
 }
 

@@ -115,6 +115,21 @@ class RowsTensor(Chunked):
         return _Local.apply(self)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _settable_data() -> None:
+    """``parameter.data = value``, of whatever else has the values of all ranks as well."""
+    plain = vars(DTensor)["data"]
+
+    def set_data(self: RowsTensor, value: torch.Tensor) -> None:
+        alike = isinstance(value, RowsTensor) and value.placements == self.placements
+        if not alike and value.shape == self.shape:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            value = taken(whole.detach(), compat.spec_of(self))
+        plain.__set__(self, value)
+
+    RowsTensor.data = property(plain.__get__, set_data)  # type: ignore[assignment, method-assign]
+
+
+_settable_data()
 torch.serialization.add_safe_globals([RowsTensor, Rows])  # torch.load, as for other DTensors
 
 

@@ -56,11 +56,23 @@ def _settable_data() -> None:
     plain = vars(torch._C.TensorBase)["data"]
 
     def set_data(self: DTensor, value: torch.Tensor) -> None:
+        if value.shape == self.shape:
+            value = _placed_as(self, value.detach())
         plain.__set__(self, value)
         if isinstance(value, DTensor):
             self._local_tensor, self._spec = value._local_tensor, value._spec
 
     DTensor.data = property(plain.__get__, set_data)  # type: ignore[assignment, method-assign]
+
+
+def _placed_as(x: DTensor, value: torch.Tensor) -> DTensor:
+    """``value``, which is a DTensor or what every rank has, cut as ``x`` is."""
+    mesh = x.device_mesh
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    elif value.device_mesh != mesh or value.placements == x.placements:
+        return value
+    return value.redistribute(mesh, x.placements)
 
 
 def _find_anomalies() -> None:
