@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,11 +10,14 @@ import torch
 from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from tpplan.compat.modes import is_traced
 from tpplan.compat.replaced import there
 from tpplan.compat.sizes import larger
 
@@ -125,7 +129,43 @@ def _quickly_detached() -> None:
     torch.library.register_torch_dispatch(op, DTensor, detached)
 
 
+def _refuse_lost_writes() -> None:
+    """Have writes raise that torch makes to a copy, and says nothing.
+
+    Views across the cut dimension are of what it gathers for them.
+    """
+    tail = there(OpDispatcher, "_dispatch_fast_path_python_tail")
+
+    @functools.wraps(tail)
+    def watched(self: Any, op: Any, args: Any, kwargs: Any, *rest: Any) -> Any:
+        in_place, into_given = rest[-2:]
+        if in_place or into_given:
+            written = tree_leaves(args[0] if in_place else kwargs)
+            if any(map(_is_of_a_copy, written)):
+                raise RuntimeError(
+                    f"{op} writes to a view of a DTensor across the dimension along which that is "
+                    "sharded, which torch makes of a gathered copy, so the write would be lost: "
+                    "write to the whole tensor (x.mul_(mask), x.copy_(values)) or to this rank's "
+                    "part (x.to_local())"
+                )
+        return tail(self, op, args, kwargs, *rest)
+
+    OpDispatcher._dispatch_fast_path_python_tail = watched  # type: ignore[assignment, method-assign]
+
+
+def _is_of_a_copy(x: Any) -> bool:
+    if not isinstance(x, DTensor) or not x._is_view() or is_traced():
+        return False
+    base = x._base
+    return isinstance(base, DTensor) and _storage(base) != _storage(x)
+
+
+def _storage(x: DTensor) -> int:
+    return int(x._local_tensor.untyped_storage()._cdata)
+
+
 _settable_data()
+_refuse_lost_writes()
 _find_anomalies()
 _quickly_made()
 _quickly_detached()
