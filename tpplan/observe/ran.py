@@ -17,7 +17,8 @@ from tpplan.observe.trace import Numbered, Op, Trace
 def ran_in(traces: Iterable[Trace], paths: Collection[str]) -> dict[str, str]:
     """Module path -> a digest of the ops inside, of their sizes, and of how they hang together.
 
-    With what a module was told by words: it may do something else by them in another call.
+    With what a module was told by words and numbers, its own number in a list left out: it may do
+    something else by them in another call.
     """
     found: dict[str, list[Hashable]] = {path: [] for path in paths}
     for trace in traces:
@@ -28,8 +29,11 @@ def ran_in(traces: Iterable[Trace], paths: Collection[str]) -> dict[str, str]:
         ]
         for call in trace.calls:
             if call.path in found:
+                own = [int(name) for name in call.path.split(".") if name.isdecimal()]
                 found[call.path] += [
-                    x for x in tree_leaves(call.given) if isinstance(x, str | bool)
+                    x
+                    for x in tree_leaves(call.given)
+                    if isinstance(x, str | bool) or (isinstance(x, int | float) and x not in own)
                 ]
         for op in trace.ops:
             for call in around[op.call]:

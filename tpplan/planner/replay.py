@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpplan.compat import unfused
+from tpplan.compat import seeded, unfused
 from tpplan.compiled import Element, ModulePlan, Summed
 from tpplan.language import Rule
 from tpplan.layout import Rows, own_part
@@ -218,7 +218,7 @@ class _Replay:
     def run(self, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int | None) -> None:
         self.rank, self.at, self.running = rank, 0, []
         args, kwargs = tree_map_only(torch.Tensor, own_numbers, call)
-        with by_itself(), unfused():
+        with by_itself(), unfused(), seeded():
             self.model(*args, **kwargs)
         if rank is not None and self.at < len(self.events):
             path = self.events[self.at].path

@@ -66,14 +66,24 @@ class Wide:
         return rows @ self.factor
 
 
+class Missed:
+    """Whether other code looked for what an element that is not run has, or would keep."""
+
+    def __init__(self) -> None:
+        self.anything = False
+
+    def __deepcopy__(self, memo: Any) -> Missed:
+        return self
+
+
 class Passing:
     """The forward of an element that is not run: the stream as it came, the rest as it was before.
 
-    ``last``: what an element like it gave.
+    ``last``: what an element like it gave; ``missed``: of all that are not run.
     """
 
-    def __init__(self, element: Element, last: list[Any]) -> None:
-        self.element, self.last = element, last
+    def __init__(self, element: Element, last: list[Any], missed: Missed) -> None:
+        self.element, self.last, self.missed = element, last, missed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the caller of the element gets."""
@@ -110,11 +120,12 @@ def miniature(
     generator = torch.Generator().manual_seed(0)
     skipped, lasts = _skipped(model, compiled) if skip else ({}, {})
     memo: dict[int, Any] = {}
+    missed = Missed()
     for path, last in skipped.items():
         original = model.get_submodule(path)
         element = compiled.modules[path].element
         assert element is not None
-        memo[id(original)] = _passing(original, element, last)
+        memo[id(original)] = _passing(original, Passing(element, last, missed))
     modules = {
         path: module
         for path, module in model.named_modules()
@@ -184,12 +195,26 @@ def _of_kept(plan: ModulePlan, kept: Mapping[str, nn.Module]) -> ModulePlan:
     return replace(plan, kernel=None, boundaries=tuple(b for b in boundaries if b.consumers))
 
 
-def _passing(module: nn.Module, element: Element, last: list[Any]) -> nn.Module:
+def _passing(module: nn.Module, forward: Passing) -> nn.Module:
     twin = copy.copy(module)
     for table in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"):
         object.__setattr__(twin, table, type(vars(module)[table])())
-    twin.forward = Passing(element, last)  # type: ignore[method-assign]
+    twin.forward = forward  # type: ignore[method-assign]
+    kind = type(module)
+
+    def missing(self: nn.Module, name: str) -> Any:
+        forward.missed.anything |= not name.startswith("_")
+        return kind.__getattr__(self, name)
+
+    own = {"__getattr__": missing, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    twin.__class__ = type(kind.__name__, (kind,), own)
     return twin
+
+
+def misses(small: nn.Module) -> bool:
+    """Whether code read of an element that is not run what only one that is has."""
+    forwards = (vars(module).get("forward") for module in small.modules())
+    return any(isinstance(f, Passing) and f.missed.anything for f in forwards)
 
 
 def _thin(modules: Mapping[str, nn.Module], compiled: CompiledPlan) -> dict[int, int]:
