@@ -168,9 +168,7 @@ class Whole:
     def _gathered(self, why: str) -> torch.Tensor:
         x, dim = self.rows, dim_of(self.rows)
         made = self.source.gathered(local_of(x), dim, x.size(dim), why)
-        if made.is_contiguous() or not x.is_contiguous():
-            return made
-        return made.contiguous()  # kernels rely on what x says of itself
+        return made.contiguous()  # kernels rely on what x says of itself, and views on strides
 
     def _version(self) -> tuple[int, int]:
         # ops on a sharded tensor do not count in its rows' version, direct ones do
