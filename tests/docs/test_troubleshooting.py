@@ -16,7 +16,7 @@ from tests.docs.said import ROOMS, constants, messages, plain
 PAGE = " ".join(page("troubleshooting.md").replace("`", "").split())
 HEADINGS = [line for line in page("troubleshooting.md").splitlines() if line.startswith("### ")]
 # beside those whose messages must be on the page, those whose messages may be
-OTHERS = ("observe", "comm", "simulate", "suggestion", "language", "api.py", "kernels")
+OTHERS = ("observe", "compat", "comm", "simulate", "suggestion", "language", "api.py", "kernels")
 
 # strings that are no messages, by what they are for
 EXEMPT: Mapping[str, tuple[str, ...]] = {

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.compare import full
-from tests.models import SHARDED_LOGITS, hf, sharded, token_ids
+from tests.models import SHARDED_LOGITS, VOCAB, hf, sharded, token_ids
 from tests.ranks import Ranks
 from tests.rewrite import MODES
 
@@ -69,6 +69,25 @@ def losses_job(mesh: DeviceMesh, sp: bool, fullgraph: bool) -> dict[str, str]:
             if abs(own - value) > bar * abs(value) or far(grads, mine) > bar:
                 wrong[f"{name} {length}"] = f"{own} for {value}, gradients {far(grads, mine)} off"
     return wrong
+
+
+def bounds_job(mesh: DeviceMesh) -> str:
+    """What a compiled loss says of a target that is no class."""
+    model = sharded(hf(use_cache=False), mesh, False, SHARDED_LOGITS)
+    torch._dynamo.reset()
+    compiled = torch.compile(LOSSES["whole"], backend="aot_eager")
+    logits, target = model(input_ids=token_ids(2, 9, 1)).logits, token_ids(2, 9, 2)
+    compiled(logits, target)
+    target[1, 3] = VOCAB
+    try:
+        return f"the loss is {compiled(logits, target)}"
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.turns(4)
+def test_targets_that_are_no_classes(ranks: Ranks) -> None:
+    assert all("out of bounds" in said for said in ranks.run(2, bounds_job))
 
 
 @MODES

@@ -266,7 +266,7 @@ def guarded_job(mesh: DeviceMesh) -> list[str]:
     )
     with patch("torch.cuda.is_current_stream_capturing", lambda: True):
         op, kwargs = torch.ops.aten._to_copy.default, {"dtype": torch.float32}
-        assert promised.promised(op, (used,), kwargs, room._Later) is None
+        assert promised.promised(op, (used,), kwargs, room.PromisedLogits) is None
     return found
 
 
@@ -294,7 +294,7 @@ def test_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[Any]()
     queues = first, second = Queue(calls), Queue(calls)
     x: Any = SimpleNamespace(is_cuda=True, device="cuda:0")
-    monkeypatch.setattr(promised, "_version", lambda x: 0)
+    monkeypatch.setattr(promised, "version_of", lambda x: 0)
     monkeypatch.setattr(promised, "computed", lambda *call: calls.append("made"))
     monkeypatch.setattr(promised, "local_of", lambda x: x)
     for now in queues:

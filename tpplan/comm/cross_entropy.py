@@ -65,7 +65,8 @@ def cross_entropy(
         A scalar, or (tokens,) where ``reduction`` is "none".
 
     Raises:
-        IndexError: a target is no class (on a GPU a device-side assertion, as torch's).
+        IndexError: a target is no class; on a GPU a device-side assertion, as torch's, and a
+            RuntimeError where the loss is compiled.
     """
     low = logits.dtype in (torch.bfloat16, torch.half)
     ignored = target == ignore_index
@@ -97,10 +98,10 @@ def cross_entropy(
 
 
 def _require_classes(target: torch.Tensor, ignored: torch.Tensor, classes: int) -> None:
-    if isinstance(target, FakeTensor) or target.is_meta or is_traced():
+    if isinstance(target, FakeTensor) or target.is_meta:
         return
     wrong = ((target < 0) | (target >= classes)) & ~ignored
-    if target.device.type != "cpu":
+    if target.device.type != "cpu" or is_traced():
         torch._assert_async(~wrong.any(), "cross_entropy: a target is out of bounds")  # type: ignore[no-untyped-call]
     elif wrong.any():
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")

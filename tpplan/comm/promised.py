@@ -15,9 +15,11 @@ import torch
 from tpplan import compat
 from tpplan.comm.placements import dim_of
 from tpplan.comm.sharded import Sharded, computed, on_rows
+from tpplan.comm.stream import version_of
 from tpplan.compat import local_of, spec_of
 
-_LOW = (torch.bfloat16, torch.float16)
+LOW = (torch.bfloat16, torch.float16)
+"""What losses of are in float32."""
 _VIEWS = frozenset(
     {
         torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default,
@@ -67,14 +69,14 @@ class _Later:
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.call = func, args, kwargs
         x = args[0]
-        self.version = None if isinstance(x, Promised) else _version(x)
+        self.version = None if isinstance(x, Promised) else version_of(local_of(x))
         self.queue = torch.cuda.current_stream(x.device) if x.is_cuda else None
 
     def made(self) -> torch.Tensor:
         """The rows."""
         func, args, kwargs = self.call
         x, queue = args[0], self.queue
-        if self.version not in (None, _version(x)):
+        if self.version not in (None, version_of(local_of(x))):
             raise RuntimeError(
                 "a copy of sharded logits is made when it is read first, and the rows it is a copy "
                 "of were changed before that, past the tensor that holds them: read it earlier "
@@ -112,13 +114,8 @@ def promised(func: Any, args: Any, kwargs: Any, kind: type[Promised]) -> Promise
     return _copy(func, args, kwargs, kind)
 
 
-def _version(x: Sharded) -> int:
-    rows = local_of(x)
-    return 0 if rows.is_inference() else rows._version
-
-
 def _is_cast(func: Any, x: Sharded, kwargs: Any) -> bool:
-    if func is not torch.ops.aten._to_copy.default or x.dtype not in _LOW:
+    if func is not torch.ops.aten._to_copy.default or x.dtype not in LOW:
         return False
     others = (value for name, value in kwargs.items() if name != "dtype")
     alone = all(value in (None, False, torch.preserve_format) for value in others)

@@ -41,7 +41,6 @@ from tpplan.compat.modes import is_wrapped as is_wrapped
 from tpplan.compat.modes import only_old_graphs as only_old_graphs
 from tpplan.compat.modes import quiet as quiet
 from tpplan.compat.modes import rehearsed_in as rehearsed_in
-from tpplan.compat.modes import seeded as seeded
 from tpplan.compat.modes import tracer as tracer
 from tpplan.compat.modes import unfused as unfused
 from tpplan.compat.modes import unmoded as unmoded

@@ -166,11 +166,3 @@ def unfused() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-@contextlib.contextmanager
-def seeded() -> Iterator[None]:
-    """Within it, torch draws on CPUs what it does in any other such block, and for nobody else."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        yield

@@ -29,13 +29,22 @@ def dropouts(model: nn.Module) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def same_randomness() -> Iterator[None]:
-    """Give the process its random state back: what a model's code draws here is for nobody."""
+def same_randomness(seed: int | None = None) -> Iterator[None]:
+    """Give the process its random state back: what a model's code draws here is for nobody.
+
+    Args:
+        seed: what it starts from, to draw the same in another such block.
+    """
     numpy = sys.modules.get("numpy")
     drawn = None if numpy is None else numpy.random.get_state()
     own = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)
+                random.seed(seed)
+                if numpy is not None:
+                    numpy.random.seed(seed)
             yield
     finally:
         random.setstate(own)

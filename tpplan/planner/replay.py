@@ -22,11 +22,12 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpplan.compat import seeded, unfused
+from tpplan.compat import unfused
 from tpplan.compiled import Element, ModulePlan, Summed
 from tpplan.language import Rule
 from tpplan.layout import Rows, own_part
 from tpplan.observe.likeness import identity, shared_tensors
+from tpplan.observe.twins import same_randomness
 from tpplan.observe.untouched import by_itself
 from tpplan.places import at, taken, with_at
 from tpplan.planner.events import (
@@ -124,8 +125,7 @@ class _Replay:
         self.bare, self.lists = bare, lists
         self.rank: int | None = None
         self.generator = torch.Generator().manual_seed(0)
-        self.events: list[Event] = []
-        self.at = 0
+        self.events, self.at = list[Event](), 0
         self.running: list[str] = []
         # modules on sharded columns or heads, which are run on the rank's part
         self.inner: list[str] = []
@@ -218,7 +218,7 @@ class _Replay:
     def run(self, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int | None) -> None:
         self.rank, self.at, self.running = rank, 0, []
         args, kwargs = tree_map_only(torch.Tensor, own_numbers, call)
-        with by_itself(), unfused(), seeded():
+        with by_itself(), unfused(), same_randomness(0):
             self.model(*args, **kwargs)
         if rank is not None and self.at < len(self.events):
             path = self.events[self.at].path

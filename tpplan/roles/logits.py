@@ -19,7 +19,7 @@ from tpplan import compat
 from tpplan.comm import Site, Stream, Transition, chunk, join
 from tpplan.comm.cross_entropy import Vocabulary, cross_entropy
 from tpplan.comm.placements import dim_of
-from tpplan.comm.promised import Promised, promised
+from tpplan.comm.promised import LOW, Promised, promised
 from tpplan.comm.sharded import Sharded, Window, computed, rows_of, whole_of
 from tpplan.comm.source import Rooted, Source
 from tpplan.comm.stream import chunk_of, is_awaited, version_of
@@ -87,7 +87,6 @@ _MOVES = frozenset(
 )  # fmt: skip
 # what a function was given that is the same later, or says how often it was changed
 _STEADY = (int, slice, EllipsisType, NoneType, torch.memory_format, torch.Tensor)
-_LOW = (torch.bfloat16, torch.float16)
 
 
 class _Cast(NamedTuple):
@@ -134,7 +133,7 @@ def _followed(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         return out
     if torch.compiler.is_compiling() or compat.is_traced():
         return out
-    if func in _CASTS and x.dtype in _LOW and out.dtype == torch.float32:
+    if func in _CASTS and x.dtype in LOW and out.dtype == torch.float32:
         out._tpplan_cast = _Cast(x, version_of(out), ((x, version_of(x)),))
     elif func in _MOVES and (cast := x._tpplan_cast) is not None and cast.version == version_of(x):
         # a copy, as lists may be changed
@@ -178,7 +177,7 @@ class Logits(Sharded):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        later = promised(func, args, kwargs or {}, _Later)
+        later = promised(func, args, kwargs or {}, PromisedLogits)
         return computed(func, args, kwargs or {}) if later is None else later
 
     @staticmethod
@@ -208,7 +207,9 @@ class Logits(Sharded):
         return self.whole()
 
 
-class _Later(Promised, Logits):
+class PromisedLogits(Promised, Logits):
+    """Those that are made when they are read."""
+
     kept = Logits
 
 

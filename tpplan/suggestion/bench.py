@@ -48,8 +48,7 @@ class Bench:
 
             handle = module.register_forward_pre_hook(before, with_kwargs=True)
             around = as_before(self.model), contextlib.suppress(Exception)
-            with same_randomness(), torch.no_grad(), handle, around[0], around[1]:
-                torch.manual_seed(0)
+            with same_randomness(0), torch.no_grad(), handle, around[0], around[1]:
                 for args, kwargs in self.calls:
                     given, named = fresh((args, kwargs))
                     self.model(*given, **named)
