@@ -261,19 +261,22 @@ def guarded_job(mesh: DeviceMesh) -> list[str]:
         later.sum()
     except RuntimeError as error:
         found.append(str(error))
-    used: Any = SimpleNamespace(
-        is_cuda=True, dtype=torch.bfloat16, is_contiguous=lambda: True, __class__=room.Logits
-    )
-    with patch("torch.cuda.is_current_stream_capturing", lambda: True):
-        op, kwargs = torch.ops.aten._to_copy.default, {"dtype": torch.float32}
-        assert promised.promised(op, (used,), kwargs, room.PromisedLogits) is None
+    op, kwargs = torch.ops.aten._to_copy.default, {"dtype": torch.float32}
+    for captured in (True, False):
+        with (
+            patch.object(room.Logits, "is_cuda", True),
+            patch("torch.cuda.is_current_stream_capturing", lambda captured=captured: captured),
+            patch("torch.cuda.current_stream", lambda _: None),
+        ):
+            made = promised.promised(op, (logits,), kwargs, room.PromisedLogits)
+        found.append("at once" if made is None else "later")
     return found
 
 
 def test_what_is_not_made_later(ranks: Ranks) -> None:
-    (first,), (second,) = ranks.run(2, guarded_job)
-    assert first == second
-    assert "past the tensor that holds them: read it earlier" in first
+    for said, captured, not_captured in ranks.run(2, guarded_job):
+        assert "past the tensor that holds them: read it earlier" in said
+        assert (captured, not_captured) == ("at once", "later")
 
 
 class Queue:
