@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.kernels.forms import NormForm
 from tpplan.kernels.norm import reference
+from tpplan.observe.chance import DROPOUT
 from tpplan.observe.likeness import identity, told
 from tpplan.observe.trace import Call, Numbered, Trace, stream_input
-from tpplan.observe.twins import DROPOUT, called, twin_of
+from tpplan.observe.twins import called, twin_of
 from tpplan.styles import Style, runs_as
 
 _ROWS = 4

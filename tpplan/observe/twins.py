@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,43 +10,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpplan.observe.channels import function_of
+from tpplan.observe.chance import DROPOUT
 from tpplan.observe.trace import Call, Numbered, attributes_of
 from tpplan.observe.untouched import by_itself
 
-DROPOUT = nn.modules.dropout._DropoutNd
 Shapes = Callable[[nn.Parameter], tuple[int, ...]]
 Drawn = Callable[[tuple[int, ...]], torch.Tensor]
-
-
-def dropouts(model: nn.Module) -> dict[str, Any]:
-    """Modules that drop out; of those that drop whole channels out, the functions they call."""
-    modules = model.named_modules()
-    return {path: function_of(module) for path, module in modules if isinstance(module, DROPOUT)}
-
-
-@contextlib.contextmanager
-def same_randomness(seed: int | None = None) -> Iterator[None]:
-    """Give the process its random state back: what a model's code draws here is for nobody.
-
-    Args:
-        seed: what it starts from, to draw the same in another such block.
-    """
-    numpy = sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state()
-    own = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            if seed is not None:
-                torch.default_generator.manual_seed(seed)
-                random.seed(seed)
-                if numpy is not None:
-                    numpy.random.seed(seed)
-            yield
-    finally:
-        random.setstate(own)
-        if numpy is not None:
-            numpy.random.set_state(drawn)
 
 
 def twin_of(

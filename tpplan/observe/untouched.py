@@ -21,6 +21,7 @@ from torch import nn
 
 from tpplan.compat import is_fake
 from tpplan.observe.caches import no_fakes_kept, passed_by
+from tpplan.observe.chance import chance_of, chances
 from tpplan.observe.outside import Namespace, Outside, outside_of
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -77,6 +78,7 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self.kinds = {type(module) for module in model.modules()}
         self.held = [*_held_in(outside_of(model))]
+        self.held += [_Held(chance, "", chance.read()) for chance in chances()]
         self.users = [held for held in self.held if not held.package]
         self.touched = any(not isinstance(held.thing, Namespace) for held in self.users)
 
@@ -220,6 +222,9 @@ def _held_in(outside: Outside) -> Iterator[_Held]:
             kind = type(inner)
             if kind in _CONTAINERS or (kind is tuple and len(inner) <= _LARGE):
                 waiting.append((inner, package))
+            elif id(inner) not in met and (chance := chance_of(inner)):
+                met.add(id(inner))
+                yield _Held(chance, package, chance.read())
             elif kind.__module__ in outside.own and _has_attributes(inner):
                 waiting.append((Namespace(inner.__dict__, package), package))
 

@@ -13,6 +13,7 @@ from tpplan.compiled import CompiledPlan, Element, Spread
 from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
 from tpplan.observe.calls import Call, calls_for, drawn_ids, routed
+from tpplan.observe.chance import dropouts, same_randomness
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.gated import gated_norms
 from tpplan.observe.probe import probe_modules
@@ -20,7 +21,6 @@ from tpplan.observe.ran import ran_in
 from tpplan.observe.shadow import computing_shadow_of, shadow_of
 from tpplan.observe.tables import read_by_others
 from tpplan.observe.trace import Numbers, Trace, record
-from tpplan.observe.twins import dropouts, same_randomness
 from tpplan.observe.untouched import as_before
 from tpplan.planner import checks, infer, stacks
 from tpplan.planner.bare import BareRegion, bare_regions
@@ -71,7 +71,7 @@ def compile_plan(
     Raises:
         PlanError: with every problem found.
     """
-    with same_randomness(), one_thread(), as_before(model):
+    with same_randomness(0), one_thread(), as_before(model):
         known = Known() if known is None else known
         compiler = _Compiler(model, plan, tp, sequence_parallel, ep, known)
         compiler.check_structure(kernels)

@@ -26,8 +26,8 @@ from tpplan.compat import unfused
 from tpplan.compiled import Element, ModulePlan, Summed
 from tpplan.language import Rule
 from tpplan.layout import Rows, own_part
+from tpplan.observe.chance import same_randomness
 from tpplan.observe.likeness import identity, shared_tensors
-from tpplan.observe.twins import same_randomness
 from tpplan.observe.untouched import by_itself
 from tpplan.places import at, taken, with_at
 from tpplan.planner.events import (

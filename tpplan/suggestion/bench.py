@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 from tpplan.language import PlanError
 from tpplan.models import RUNNABLE, ModelError, made_runnable
 from tpplan.observe.calls import BATCH, LENGTH, Call, calls_for, in_float32
-from tpplan.observe.twins import same_randomness, without_hooks
+from tpplan.observe.chance import same_randomness
+from tpplan.observe.twins import without_hooks
 from tpplan.observe.untouched import as_before, by_itself
 
 _SPREAD = 0.1

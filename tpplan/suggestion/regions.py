@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from tpplan.observe.chance import DROPOUT
 from tpplan.observe.trace import Call, Op, Trace
-from tpplan.observe.twins import DROPOUT
 from tpplan.planner.views import KEEPING, VIEWS
 from tpplan.suggestion.units import Kind, Units
 

@@ -13,9 +13,9 @@ from torch.nn.modules.conv import _ConvNd
 from tpplan.compat import FakeTensorMode, NeedsValuesError
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.calls import Call, calls_for, drawn_ids
+from tpplan.observe.chance import same_randomness
 from tpplan.observe.shadow import computing_shadow_of, shadow_of
 from tpplan.observe.trace import Numbers, Trace, record
-from tpplan.observe.twins import same_randomness
 from tpplan.observe.untouched import nothing_kept
 from tpplan.planner.experts import hide, holds_stacks
 
