@@ -189,7 +189,7 @@ MODELS: Mapping[str, Outside] = {
         _padded,
     ),
     "sentence-transformers": Outside(
-        _sentence_encoder, plan_of(sentence.POOLED_RULES, layers=sentence.LAYERS), _sentences
+        _sentence_encoder, plan_of(sentence.RULES, layers=sentence.LAYERS), _sentences
     ),
     "CLIPModel": Outside(library.clip, plan_of(library.CLIP_RULES), _captioned),
     "Llava, with images": Outside(library.llava, plan_of(library.LLAVA_RULES), _illustrated),
@@ -216,11 +216,6 @@ REFUSED: Mapping[str, Refused] = {
         Outside(_sentence_encoder, plan_of(sentence.RULES), _sentences),
         sequence_parallel=True,
         message="no layer stack was found for the sequence-sharded stream",
-    ),
-    "sentence-transformers, mask": Refused(
-        Outside(_sentence_encoder, plan_of(sentence.RULES, layers=sentence.LAYERS), _sentences),
-        sequence_parallel=True,
-        message="combines the sequence-sharded stream with a whole tensor",
     ),
     "Swin": Refused(
         Outside(library.swin, plan_of(library.SWIN_RULES), _pixels),

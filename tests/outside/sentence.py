@@ -19,8 +19,7 @@ RULES = """
 0.auto_model.encoder.layer.*.output.dense: rowwise
 0.auto_model.encoder.layer.*.output.LayerNorm: sequence_parallel
 """
-# the mean and its mask are over the whole sequence; the stack is inside of the first module
-POOLED_RULES = RULES + '"1": replicate\n'
+# the stack is inside of the first module
 LAYERS = "0.auto_model.encoder.layer.*"
 
 Features = dict[str, torch.Tensor]

@@ -180,8 +180,22 @@ def test_parts_side_by_side_are_seen(case: str) -> None:
     assert due in str(found.hint)
 
 
+class Scaled(nn.Module):
+    """The mean of tokens, each by a number of its own that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, features: dict[str, torch.Tensor]) -> torch.Tensor:
+        weights = features["attention_mask"].unsqueeze(-1) * self.scale
+        return (features["token_embeddings"] * weights).sum(1)
+
+
 def pooled() -> nn.Module:
-    return sentence.encoder(library.BERT)
+    encoder = sentence.encoder(library.BERT)
+    encoder[1] = Scaled()
+    return encoder[:2]
 
 
 SENTENCES = ({"input_ids": ids_of(2, 8, 1), "attention_mask": torch.ones(2, 8, dtype=torch.long)},)
@@ -196,15 +210,15 @@ class Normed(Layer):
 
 
 class MeanOfNorm(Stack):
-    """The mean of what a mask leaves, in the model's own code."""
+    """A mean by learned weights, in the model's own code."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: Layer())
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         y = self.norm(super().forward(x))
-        return (y * mask.unsqueeze(-1)).sum(1)
+        return (y * (mask.unsqueeze(-1) * self.scale)).sum(1)
 
 
 class Named(Stack):
@@ -269,18 +283,18 @@ SITUATIONS: dict[str, Case] = {
         "value: sequence_parallel: it is given (2, 32), which has no rows of the sequence",
         "make it replicate, which runs whole on every rank",
     ),
-    "a masked mean in a module": (
+    "a mean by learned weights in a module": (
         pooled,
-        {"layers": sentence.LAYERS, "rules": sentence.RULES},
+        {"layers": sentence.LAYERS, "rules": sentence.RULES + '"1.scale": replicate'},
         SENTENCES,
         True,
         "rules:",
         "1: combines the sequence-sharded stream with a whole tensor",
         "give '1' the style replicate: it is given all positions then",
     ),
-    "a masked mean in the model's code": (
+    "a mean by learned weights in the model's code": (
         MeanOfNorm,
-        {**MLP, "norm": "sequence_parallel"},
+        {**MLP, "norm": "sequence_parallel", "scale": "replicate"},
         (INPUT, torch.ones(2, 8)),
         True,
         "norm",
@@ -402,7 +416,7 @@ SITUATIONS: dict[str, Case] = {
     ),
     "layers inside of a Sequential": (
         pooled,
-        sentence.POOLED_RULES,
+        sentence.RULES + '"1.scale": replicate',
         SENTENCES,
         True,
         "rules:",

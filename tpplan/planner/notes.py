@@ -196,13 +196,23 @@ class Notes:
         if any(n in self.flat for n in op.inputs):
             self.flat.update(op.outputs)
 
+    def is_one_for_all(self, number: int, op: Op) -> bool:
+        """Whether what an op takes with the stream is no number of its rows' own."""
+        shape, made = (self.trace.shapes[n] for n in (number, op.outputs[0]))
+        along = len(shape) - len(made) + self.dim
+        return not shape or (op.pointwise and (along < 0 or shape[along] == 1))
+
     def note_mixture(self, op: Op, data: list[int], around: list[Call]) -> None:
-        """The stream meets a tensor of all positions in code of no module that has a rule."""
+        """The stream meets all positions' gradient in code of no module that has a rule.
+
+        Of what has none each rank takes its rows, for which nothing is sent.
+        """
         if any(c.path in self.styles for c in around):
             return
+        learned = (self.trained | self.weights.keys()) & self.trace.floating
         for number in data:
-            whole = number in self.trace.floating - self.stream - self.noise.whole
-            if whole and self.trace.shapes[number]:
+            whole = number in learned - self.stream - self.noise.whole
+            if whole and not self.is_one_for_all(number, op):
                 self.flow.mixed.setdefault(around[0].path, self.maker.get(number, ""))
                 for given in data:
                     path = self.maker.get(given, "") if given in self.stream else ""
