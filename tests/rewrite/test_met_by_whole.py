@@ -57,10 +57,10 @@ class Classes(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.extra = nn.Embedding(2, 16)
+        self.extra = nn.Embedding(11, 16)
 
     def before(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        return x + self.extra((given[:, :1] > 0).long())
+        return x + self.extra((given[:, 0] > 0).long())[:, None]
 
 
 class Scales(Model):
@@ -99,6 +99,7 @@ class Weighted(Model):
 
 MODELS: dict[str, tuple[type[Model], dict[str, str]]] = {
     "classes": (Classes, {"extra": "replicate"}),
+    "many classes": (Classes, {"extra": "vocab"}),
     "scales": (Scales, {"extra": "replicate"}),
     "masked": (Masked, {}),
     "weighted": (Weighted, {}),

@@ -19,8 +19,10 @@ import torch
 from tpplan.comm.collectives import (
     all_gather_products,
     chunk,
+    may_hold_sum,
     pad,
     product_reduce_scatter,
+    start_all_reduce,
     start_all_reduce_,
     start_reduce_scatter_stacked,
     start_stacked,
@@ -339,7 +341,11 @@ class _Reduced(torch.autograd.Function):
         group, site = at.transition.group, at.transition.forward
         (matrix,) = at.many.matrices([weight], x.dtype)
         rows = _flat(x)
-        handles = [start_all_reduce_(torch.mm(rows[a:b], matrix), group, site) for a, b in at.spans]
+        parts = (torch.mm(rows[a:b], matrix) for a, b in at.spans)
+        handles = [
+            (start_all_reduce_ if may_hold_sum(part) else start_all_reduce)(part, group, site)
+            for part in parts
+        ]
         out = torch.cat([handle.wait() for handle in handles])
         return unviewed(out.view(*x.shape[:-1], out.size(-1)))
 

@@ -10,23 +10,21 @@ from tpplan.kernels.embedding import look_up, reference
 from tpplan.roles.logits import Origin
 from tpplan.roles.lowered import Lowered
 from tpplan.roles.members import hand_over_late
-from tpplan.roles.sequence import require_sequence
 
 
 class VocabEmbedding(Lowered, nn.Embedding):
     """A masked look-up of this rank's rows, summed over the ranks.
 
     Under sequence parallelism the sum is scattered at once, and the model's own code gets the
-    stream in its global form. An id outside the vocabulary raises as it does unsharded.
+    stream in its global form; of ids that are no sequences it gets the sum itself. An id outside
+    the vocabulary raises as it does unsharded.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         state = self._tpplan
         stream = state.stream
-        if stream.sequence_parallel and state.plan.options.get("output") != "gather":
-            require_sequence(input, stream.dim + 1, state.plan.path)
         partial = self._look_up(input)
-        gathered = state.plan.options.get("output") == "gather"
+        gathered = state.plan.options.get("output") == "gather" or input.dim() <= stream.dim
         if not stream.sequence_parallel or gathered:
             return reduce_out(partial, state.transition)
         out = scatter_out(partial, stream.dim, state.transition)

@@ -79,10 +79,14 @@ class Vocab(Style):
             walk.refuse_sharded(call, given)
 
     def leave(self, walk: Walk, call: Call) -> None:
-        """A table gives the stream; logits are neither the stream nor columns of a region."""
+        """A table gives the stream; logits are neither the stream nor columns of a region.
+
+        Where it is given no sequences (a class for each sample), what it gives is whole.
+        """
         walk.gives_whole(call)
         if call.path not in walk.boundaries and call.path not in walk.gathered:
-            walk.stream.update(call.outputs)
+            made = (n for n in call.outputs if len(walk.trace.shapes[n]) > walk.dim + 1)
+            walk.stream.update(made)
 
     def roles(self, plan: ModulePlan, module: nn.Module, fused: type[nn.Module] | None) -> Roles:
         """A look-up or a head; other modules' code may read the table."""
