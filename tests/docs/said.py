@@ -26,7 +26,7 @@ ROOMS = (
 # what says what to do needs no page: the place of the hint among a call's arguments, ...
 _HINTS = {
     "Diagnostic": 2,
-    "Misdrawn": 2,
+    "Misstep": 2,
     "say": 2,
     "about": 3,
     "by_rule": 1,

@@ -15,8 +15,9 @@ import tpplan
 from tests.rewrite import MODES
 from tests.rewrite.noise import HEAD, WIDTH, Layer, Noisy, plan_of
 from tests.rewrite.test_noise import Reading
-from tpplan.proof.drawn import Drawn, misdrawn, noting
+from tpplan.proof.drawn import Drawn, misdrawn
 from tpplan.proof.exact import exact
+from tpplan.proof.noted import noting
 
 DROPOUTS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "dropout": (F.dropout, (2, 3, 4)),
@@ -40,11 +41,11 @@ def test_what_dropouts_draw(name: str) -> None:
     x = torch.ones(shape)
     with Reading() as reading:
         function(x, 0.5, True)
-    with exact(), noting(nn.Module()) as found:
+    with exact(), noting(nn.Module()) as notes:
         function(x, 0.5, True)
         function(x, 0.5, False)
-    assert [math.prod(drawn.shape) for drawn in found] == [t.numel() for t in reading.drawn]
-    (drawn,) = found
+    assert [math.prod(drawn.shape) for drawn in notes.drawn] == [t.numel() for t in reading.drawn]
+    (drawn,) = notes.drawn
     assert [n for n in drawn.shape if n != 1] == [n for n in reading.drawn[0].shape if n != 1]
 
 

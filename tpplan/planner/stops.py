@@ -61,11 +61,16 @@ def place_of(error: BaseException) -> Position | None:
     frame = next((f for f in reversed(frames) if _is_the_models(f.filename)), None)
     if frame is None or frame.lineno is None:
         return None
-    text = linecache.getline(frame.filename, frame.lineno).rstrip("\n")
-    path, said = Path(frame.filename), text.strip()
+    return line_of(frame.filename, frame.lineno)
+
+
+def line_of(file: str, number: int) -> Position:
+    """A line of the model's code."""
+    text = linecache.getline(file, number).rstrip("\n")
+    path, said = Path(file), text.strip()
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     column = len(text) - len(text.lstrip()) + 1
-    return Position(str(shown), frame.lineno, column, text, max(1, len(said)))
+    return Position(str(shown), number, column, text, max(1, len(said)))
 
 
 def stopped_at(place: Position | None) -> tuple[tuple[str, Position], ...]:

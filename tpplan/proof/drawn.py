@@ -6,20 +6,18 @@ by their shapes: of what the ranks share out none draws as many as the unsharded
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan.comm.randomness import draws_own
-from tpplan.compat import local_of, running
+from tpplan.compat import local_of
 from tpplan.observe.channels import drawn_by
+from tpplan.proof.noted import Misstep, now
 
 
 @dataclass(frozen=True)
@@ -31,35 +29,6 @@ class Drawn:
     path: str = ""
 
 
-@dataclass(frozen=True)
-class Misdrawn:
-    """What a module draws otherwise than it must, and what helps."""
-
-    path: str
-    what: str
-    hint: str
-
-
-class _Notes:
-    def __init__(self, model: nn.Module) -> None:
-        self.found: list[Drawn] = []
-        self.paths = {id(module): path for path, module in model.named_modules()}
-
-
-_noted: ContextVar[_Notes | None] = ContextVar("noted", default=None)
-
-
-@contextlib.contextmanager
-def noting(model: nn.Module) -> Iterator[list[Drawn]]:
-    """What ``model`` draws within it."""
-    notes = _Notes(model)
-    before = _noted.set(notes)
-    try:
-        yield notes.found
-    finally:
-        _noted.reset(before)
-
-
 def note(numbers: torch.Tensor, dropout: Any = None, generator: Any = None) -> None:
     """That as many are drawn; of a single one there is nothing to share out.
 
@@ -67,18 +36,17 @@ def note(numbers: torch.Tensor, dropout: Any = None, generator: Any = None) -> N
         dropout: the function that drops out of them.
         generator: that of the code itself, which all ranks have alike.
     """
-    notes = _noted.get()
+    notes = now()
     local = local_of(numbers) if isinstance(numbers, DTensor) else numbers
     if notes is None or not local.dim():
         return
     own = generator is None and draws_own()
-    path = notes.paths.get(id(running().module), "")
-    notes.found.append(Drawn(drawn_by(dropout, tuple(local.shape)), own, path))
+    notes.drawn.append(Drawn(drawn_by(dropout, tuple(local.shape)), own, notes.path()))
 
 
 def misdrawn(
     due: Sequence[Drawn], got: Sequence[Drawn], tp: int, length: int | None = None
-) -> Misdrawn | None:
+) -> Misstep | None:
     """What a rank draws otherwise than it must, of what the unsharded model drew.
 
     Args:
@@ -89,7 +57,7 @@ def misdrawn(
     for whole, ours in zip(due, got, strict=True):
         numbers = f"draws random numbers of shape {whole.shape}"
         if not ours.own and ours.shape != whole.shape:
-            return Misdrawn(
+            return Misstep(
                 ours.path,
                 f"{numbers}, of which each rank needs its own, from a sequence that all ranks "
                 "share",
@@ -97,14 +65,14 @@ def misdrawn(
                 "leave that module out of the plan",
             )
         if ours.own and ours.shape == whole.shape:
-            return Misdrawn(
+            return Misstep(
                 ours.path,
                 f"{numbers}, of which all ranks need the same, from a sequence of each rank's own",
                 "let them meet what is sharded in the shape they are drawn in; or leave that "
                 "module out of the plan",
             )
         if ours.own and _is_held_twice(whole.shape, ours.shape, tp, length):
-            return Misdrawn(
+            return Misstep(
                 ours.path,
                 f"{numbers} for parts that several ranks hold alike, from a sequence of each "
                 "rank's own",

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.observe.channels import CHANNELS
 from tpplan.observe.grouped import GROUPED
+from tpplan.proof import decided
 from tpplan.proof.drawn import note
 
 _WIDER = {
@@ -173,6 +174,7 @@ class _Exact(TorchFunctionMode):
         elif kwargs.get("dtype") in _WIDER:
             kwargs = {**kwargs, "dtype": _WIDER[kwargs["dtype"]]}
         func = GROUPED.get(func, func)
+        decided.note(func, args)
         out = _DRAWS.get(func, func)(*args, **kwargs)
         if func in _DRAWS:
             note(out, generator=kwargs.get("generator"))

@@ -26,12 +26,14 @@ from tpplan.observe.chance import same_randomness
 from tpplan.observe.untouched import by_itself, nothing_kept
 from tpplan.planner.closures import led_by_closures
 from tpplan.planner.match import fold
-from tpplan.planner.stops import place_of, stopped_at
+from tpplan.planner.stops import line_of, place_of, stopped_at
 from tpplan.proof.calls import length_of
-from tpplan.proof.drawn import Misdrawn, misdrawn
+from tpplan.proof.decided import misdecided
+from tpplan.proof.drawn import misdrawn
 from tpplan.proof.exact import exact
 from tpplan.proof.locate import Divergence, Seen, compare, rule_near, watched
 from tpplan.proof.miniature import miniature, misses, on_rank, unsharded
+from tpplan.proof.noted import Misstep
 from tpplan.proof.ranks import places_of, simulated
 from tpplan.proof.scenes import played
 from tpplan.proof.step import Result, Scene, parts_of, step, worst
@@ -49,7 +51,7 @@ class Finding:
     rank: int
     what: str
     error: float
-    drawn: Misdrawn | None = None
+    misstep: Misstep | None = None
 
 
 def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
@@ -102,8 +104,8 @@ def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
     departed = [finding for finding in found if finding is not None]
     if departed:
         first = min(departed, key=lambda f: scenes.index(f.scene))
-        if first.drawn is not None:
-            raise _drawn(plan, first, first.drawn)
+        if first.misstep is not None:
+            raise _misstep(plan, first, first.misstep)
         raise _departed(small, plan, scenes, first)
 
 
@@ -143,6 +145,7 @@ def _on_rank(
     model = on_rank(small, compiled)
     parts = parts_of(compiled)
     place, rank = places_of(mesh, compiled)
+    suspect = None  # of one rank: the others go on
     with exact():
         apply(model, compiled, mesh, src_data_rank=None, outside=False)
         for seed, (scene, everyones) in enumerate(zip(scenes, expected, strict=True)):
@@ -158,10 +161,14 @@ def _on_rank(
             if found is not None:
                 return Finding(scene, rank, *found)
             length = length_of(scene.call, compiled.plan.sequence_dim)
-            drawn = misdrawn(due.drawn, got.drawn, compiled.tp, length)
-            if drawn is not None:
-                return Finding(scene, rank, drawn.what, float("inf"), drawn)
-    return None
+            misstep = misdrawn(due.notes.drawn, got.notes.drawn, compiled.tp, length)
+            if misstep is not None:
+                return Finding(scene, rank, misstep.what, float("inf"), misstep)
+            if suspect is None and rank == 0 and compiled.ep == 1:
+                misstep = misdecided(due.notes.decided, got.notes.decided)
+                if misstep is not None:
+                    suspect = Finding(scene, rank, misstep.what, float("inf"), misstep)
+    return suspect
 
 
 def _failed(compiled: CompiledPlan, path: str, error: Exception) -> PlanError:
@@ -183,11 +190,12 @@ def _failed(compiled: CompiledPlan, path: str, error: Exception) -> PlanError:
     return PlanError([Diagnostic(message, rule.position, hint, place, (path,))])
 
 
-def _drawn(compiled: CompiledPlan, finding: Finding, drawn: Misdrawn) -> PlanError:
-    """What is drawn from the wrong sequence: numbers that are all alike do not differ here."""
-    rule = rule_near(compiled, drawn.path) or compiled.plan.rules[0]
-    message = f"{drawn.path or 'the model itself'} {drawn.what} ({finding.scene.what})"
-    return PlanError([Diagnostic(message, rule.position, drawn.hint, about=(drawn.path,))])
+def _misstep(compiled: CompiledPlan, finding: Finding, found: Misstep) -> PlanError:
+    """What results do not show: numbers drawn from the wrong sequence are all alike here."""
+    rule = rule_near(compiled, found.path) or compiled.plan.rules[0]
+    message = f"{found.path or 'the model itself'} {found.what} ({finding.scene.what})"
+    place = stopped_at(found.line and line_of(*found.line))
+    return PlanError([Diagnostic(message, rule.position, found.hint, place, (found.path,))])
 
 
 def _departed(

@@ -19,7 +19,7 @@ from tpplan.observe.calls import Call
 from tpplan.observe.numbers import difference, largest
 from tpplan.observe.trace import attributes_of
 from tpplan.proof.calls import other_batch
-from tpplan.proof.drawn import Drawn, noting
+from tpplan.proof.noted import Notes, noting
 
 TOLERANCE = 1e-7
 
@@ -49,7 +49,7 @@ class Result:
     """What a step gave: outputs by place, gradients of parameters and inputs, buffers after it.
 
     ``written``: the parameters whose numbers are others after it. ``weights``: of the outputs in
-    the objective. ``drawn``: the random numbers of the forward.
+    the objective. ``notes``: of the forward.
     """
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Result:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     written: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    drawn: list[Drawn] = field(default_factory=list)
+    notes: Notes = field(default_factory=Notes)
 
 
 def step(
@@ -81,7 +81,7 @@ def step(
     if scene.scale != 1.0 and not given:
         _scale_tables(model, scene.scale)
     before, old = _sums(model), {id(t): t for t in _kept(model, parts).values()}
-    with noting(model) as noise:
+    with noting(model) as notes:
         found = outputs_of(model(*args, **kwargs))
     found.update((n, t) for n, t in _kept(model, parts).items() if id(t) not in old)
     generator = torch.Generator().manual_seed(seed)
@@ -103,7 +103,7 @@ def step(
         # not total.backward(), which is a function of torch's to a mode: what backward recomputes
         # would be left out of it
         torch.autograd.backward([total])
-    result.drawn = noise
+    result.notes = notes
     result.outputs = {place: out.detach() for place, out in found.items()}
     result.gradients = {name: p.grad for name, p in model.named_parameters()}
     result.inputs = {name: leaf.grad for name, leaf in given.items()}

@@ -1,0 +1,113 @@
+"""Code that asks something of numbers of which a rank has a part: sharded columns, or rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tpplan
+from tests.rewrite import MODES
+
+PLAN: dict[str, Any] = {
+    "tpplan": 1,
+    "rules": {
+        "table": "vocab",
+        "layers.*.norm": "sequence_parallel",
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+        "norm": "sequence_parallel",
+    },
+}
+Code = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self, inner: Code, outer: Code) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.inner, self.outer = inner, outer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(x) + self.down(self.inner(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, inner: Code = F.gelu, outer: Code = lambda x: x) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(40, 16), nn.LayerNorm(16)
+        self.layers = nn.ModuleList(Layer(inner, outer) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def branch(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) if h.mean() > -9 else h.relu()
+
+
+def read(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) if h.max().item() > -9 else h.relu()
+
+
+def chosen(h: torch.Tensor) -> torch.Tensor:
+    return torch.where(h.mean(-1, keepdim=True) > -9, F.gelu(h), h.relu())
+
+
+def signed(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) * (h.sum(-1, keepdim=True) + 999).sign()
+
+
+def counted(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) if int((h.abs().max() / 999).floor()) == 0 else h.relu()
+
+
+def own(h: torch.Tensor) -> torch.Tensor:
+    """Each number by itself."""
+    return torch.where(h > 0.1, h, 0.5 * h) * (h.abs() >= 1e-9) + h.sign() * (h.round() == 0)
+
+
+def guarded(h: torch.Tensor) -> torch.Tensor:
+    if h.isnan().any() or not torch.isfinite(h).all():
+        raise FloatingPointError
+    return F.gelu(h)
+
+
+STATISTICS = [branch, read, chosen, signed, counted]
+
+
+@MODES
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("code", STATISTICS)
+def test_of_columns(code: Code, tp: int, sp: bool) -> None:
+    with pytest.raises(tpplan.PlanError) as raised:
+        tpplan.check(Model(inner=code), PLAN, tp, sp)
+    (found,) = raised.value.diagnostics
+    assert "decides by numbers of a rank's own part" in found.message
+    ((_, line),) = found.related
+    assert line.text.strip() in inspect.getsource(code)
+
+
+@pytest.mark.parametrize("code", STATISTICS)
+def test_of_rows(code: Code) -> None:
+    """In plain TP a layer has all of them."""
+    tpplan.check(Model(outer=code), PLAN, 2, False)
+    along = lambda x: code(x.transpose(1, 2)).transpose(1, 2)  # noqa: E731
+    with pytest.raises(tpplan.PlanError):
+        tpplan.check(Model(outer=along), PLAN, 2, True)
+
+
+@MODES
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("code", [own, guarded])
+def test_accepted(code: Code, tp: int, sp: bool) -> None:
+    tpplan.check(Model(inner=code), PLAN, tp, sp)
+    tpplan.check(Model(outer=own), PLAN, tp, sp)

@@ -1,0 +1,125 @@
+"""Numbers that code decides by: on a rank they must be numbers of the whole, or some of these.
+
+A mean over a rank's columns is another number than the mean over all. Where code goes on with it,
+the results show that. Where it asks only whether it is positive, they do not, as long as the two
+happen to have one sign.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tpplan.proof.noted import Misstep, now
+from tpplan.styles.replicate import REPLICATE
+
+_COMPARISONS = (
+    *("gt", "lt", "ge", "le", "eq", "ne"),
+    *("greater", "less", "greater_equal", "less_equal", "not_equal"),
+)
+# what gives whole numbers, or a Python one
+_STEPS = ("sign", "round", "floor", "ceil", "trunc", "int", "long", "short", "bool")
+_READS = ("item", "__bool__", "__int__", "__float__", "__index__")
+_MOST = 2**16
+_TOLERANCE = 1e-6
+
+
+def _named(names: Sequence[str], *forms: str) -> set[Any]:
+    found = [getattr(torch.Tensor, form.format(name), None) for name in names for form in forms]
+    return {f for f in (*found, *(getattr(torch, n, None) for n in names)) if callable(f)}
+
+
+def _difference(a: Any, b: Any) -> Any:
+    return a - b
+
+
+def _itself(a: Any, *_: Any) -> Any:
+    return a
+
+
+_DECIDES: Mapping[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_named(_STEPS, "{}", "{}_"), _itself),
+    **dict.fromkeys(_named(_READS, "{}"), _itself),
+    **dict.fromkeys(_named(_COMPARISONS, "{}", "__{}__", "{}_"), _difference),
+}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a line of a module's code decides by."""
+
+    path: str
+    line: tuple[str, int]
+    numbers: torch.Tensor
+
+
+def note(function: Any, args: Sequence[Any]) -> None:
+    """That the model's own code decides by these, if ``function`` does and they have fractions.
+
+    DTensors compute as the whole, wherever they are shown.
+    """
+    notes, by = now(), _DECIDES.get(function)
+    if notes is None or by is None:
+        return
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    if any(isinstance(x, DTensor) or x.numel() > _MOST for x in tensors):
+        return
+    if not any(x.is_floating_point() for x in tensors):
+        return
+    line = _line()
+    if line is None:
+        return
+    with torch.no_grad():
+        numbers = by(*args).detach().double().flatten()
+    notes.decided.append(Decision(notes.path(), line, numbers[numbers.isfinite()].clone()))
+
+
+def _line() -> tuple[str, int] | None:
+    """That of the code which called torch; None where that is no model's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        package = name.partition(".")[0]
+        if package not in ("torch", "tpplan"):
+            return frame.f_code.co_filename, frame.f_lineno
+        if package == "tpplan" and not name.startswith("tpplan.proof."):
+            return None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def misdecided(due: Sequence[Decision], got: Sequence[Decision]) -> Misstep | None:
+    """By what a rank decides that is no number of those by which the unsharded model does.
+
+    It may be fewer of them. Of what it has as padding, nothing follows: give the first rank's.
+    """
+    whole = defaultdict[tuple[str, tuple[str, int]], list[torch.Tensor]](list)
+    for decision in due:
+        whole[decision.path, decision.line].append(decision.numbers)
+    for decision in got:
+        waiting = whole[decision.path, decision.line]
+        if waiting and not _are_among(decision.numbers, waiting.pop(0)):
+            return Misstep(
+                decision.path,
+                "decides by numbers of a rank's own part, which are others than those of the whole",
+                f"compute them from what all ranks have alike, in a module that is "
+                f"'{REPLICATE.name}' or gathers its input; or leave that module out of the plan",
+                decision.line,
+            )
+    return None
+
+
+def _are_among(numbers: torch.Tensor, whole: torch.Tensor) -> bool:
+    if not numbers.numel() or not whole.numel():
+        return True
+    known = whole.sort().values
+    above = torch.searchsorted(known, numbers).clamp(max=known.numel() - 1)
+    below = (above - 1).clamp(min=0)
+    away = torch.minimum((known[above] - numbers).abs(), (known[below] - numbers).abs())
+    return bool((away <= _TOLERANCE * max(1e-30, float(whole.abs().max()))).all())
