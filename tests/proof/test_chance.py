@@ -19,12 +19,14 @@ from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
 
 OWN, THEIRS = random.Random(3), np.random.default_rng(3)
+TORCHS = torch.Generator().manual_seed(3)
 DRAWS = {
     "random": lambda: random.random(),
     "imported": lambda: imported(),
     "numpy": lambda: float(np.random.rand()),
     "own": lambda: OWN.random(),
     "generator": lambda: float(THEIRS.random()),
+    "torch's generator": lambda: float(torch.rand((), generator=TORCHS)),
 }
 PLAN = {
     "tpplan": 1,
@@ -75,12 +77,14 @@ def _states() -> list[Any]:
         str(np.random.get_state()),
         OWN.getstate(),
         str(THEIRS.bit_generator.state),
+        TORCHS.get_state().tolist(),
         torch.get_rng_state().tolist(),
     ]
 
 
 @MODES
 @pytest.mark.parametrize("source", DRAWS)
+@pytest.mark.turns(4)
 def test_layers_are_dropped(source: str, sp: bool) -> None:
     model = Model(source)
     before = _states()
@@ -93,6 +97,41 @@ def test_layers_are_dropped(source: str, sp: bool) -> None:
 def test_numbers_drawn_for_each_column_are_refused(source: str) -> None:
     with pytest.raises(tpplan.PlanError):
         tpplan.check(Model(weighs=source), PLAN, 2)
+
+
+class Remembering(Model):
+    """Does something else from call to call, by what its modules keep."""
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.keeps, self.count, self.seen = keeps, 0, list[int]()
+        self.source, self.generator = random.Random(5), torch.Generator().manual_seed(5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, layers = self.table(ids), list(self.layers)
+        self.count += 1
+        self.seen.append(self.count)
+        if self.keeps == "source":
+            self.source.shuffle(layers)
+        elif self.keeps == "generator":
+            x = x + torch.randn(x.size(0), 1, 16, generator=self.generator)
+        elif (self.count if self.keeps == "count" else len(self.seen)) % 2:
+            layers.reverse()
+        for layer in layers:
+            x = layer(x)
+        return self.out(self.norm(x))
+
+
+@MODES
+@pytest.mark.parametrize("keeps", ["count", "list", "source", "generator"])
+@pytest.mark.turns(4)
+def test_what_modules_keep(keeps: str, sp: bool) -> None:
+    model = Remembering(keeps)
+    before = model.source.getstate(), model.generator.get_state().tolist()
+    for tp in (2, 4):
+        tpplan.check(model, PLAN, tp, sp)
+    assert (model.count, model.seen) == (0, [])
+    assert (model.source.getstate(), model.generator.get_state().tolist()) == before
 
 
 def dropping_job(mesh: DeviceMesh, sp: bool) -> Errors:

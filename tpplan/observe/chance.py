@@ -6,7 +6,8 @@ import contextlib
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,9 +53,11 @@ def chances() -> list[Chance]:
 
 
 def chance_of(thing: Any) -> Chance | None:
-    """That of a ``random.Random``, or of one of numpy's generators."""
+    """That of a ``random.Random``, or of one of torch's or numpy's generators."""
     if isinstance(thing, random.Random):
         return Chance(thing.getstate, thing.setstate)
+    if isinstance(thing, torch.Generator):
+        return Chance(lambda: tuple(thing.get_state().tolist()), partial(_go_on, thing))
     if type(thing).__module__.partition(".")[0] != "numpy":
         return None
     numpy = sys.modules["numpy"]
@@ -64,6 +67,10 @@ def chance_of(thing: Any) -> Chance | None:
         bits = thing.bit_generator
         return Chance(lambda: bits.state, lambda state: setattr(bits, "state", state))
     return None
+
+
+def _go_on(generator: torch.Generator, state: Sequence[int]) -> None:
+    generator.set_state(torch.tensor(state, dtype=torch.uint8))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from tpplan.compat import FakeTensorMode
 from tpplan.language import Diagnostic, PlanError
@@ -26,6 +27,9 @@ def shadow_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         PlanError: where the model's own state cannot be copied.
     """
     memo: dict[int, Any] = {}
+    for value in tree_leaves([[*vars(module).values()] for module in model.modules()]):
+        if isinstance(value, torch.Generator):  # whose state is no tensor to be faked
+            memo[id(value)] = copy.deepcopy(value)
     with mode:
         for tensor in (t for module in model.modules() for t in held_by(module)):
             if id(tensor) not in memo:

@@ -175,6 +175,21 @@ def by_itself(packages: bool = False) -> Iterator[None]:
             kept.put_back(packages)
 
 
+@contextlib.contextmanager
+def modules_as_before(model: nn.Module) -> Iterator[None]:
+    """Within it, code of ``model`` runs; in the end its modules hold what they held.
+
+    Counters, lists and caches, that is, and generators; what was written into tensors stays.
+    """
+    held = [*_held_in(Outside([Namespace(vars(module)) for module in model.modules()]))]
+    try:
+        yield
+    finally:
+        for one in held:
+            if not one.is_same():
+                one.put_back()
+
+
 def view() -> View:
     """What one run keeps, of several that take turns within ``as_before``."""
     return View(_now.get())

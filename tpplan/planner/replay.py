@@ -28,7 +28,7 @@ from tpplan.language import Rule
 from tpplan.layout import Rows, own_part
 from tpplan.observe.chance import same_randomness
 from tpplan.observe.likeness import identity, shared_tensors
-from tpplan.observe.untouched import by_itself
+from tpplan.observe.untouched import by_itself, modules_as_before
 from tpplan.places import at, taken, with_at
 from tpplan.planner.events import (
     Departed,
@@ -218,7 +218,7 @@ class _Replay:
     def run(self, call: tuple[tuple[Any, ...], dict[str, Any]], rank: int | None) -> None:
         self.rank, self.at, self.running = rank, 0, []
         args, kwargs = tree_map_only(torch.Tensor, own_numbers, call)
-        with by_itself(), unfused(), same_randomness(0):
+        with by_itself(), modules_as_before(self.model), unfused(), same_randomness(0):
             self.model(*args, **kwargs)
         if rank is not None and self.at < len(self.events):
             path = self.events[self.at].path
