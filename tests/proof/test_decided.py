@@ -81,6 +81,15 @@ def guarded(h: torch.Tensor) -> torch.Tensor:
     return F.gelu(h)
 
 
+def odd(h: torch.Tensor) -> torch.Tensor:
+    """Comparisons with what is no number, by keyword, of booleans, in vmap."""
+    if h == None or not isinstance(h != "h", bool):  # noqa: E711
+        raise ValueError
+    above = torch.gt(input=h, other=0.25) | h.gt(other=0.5)
+    h = torch.vmap(lambda row: torch.where(row > 0, row, 0.1 * row))(h)
+    return h * (above == (h > 0.25)) * (above >= 0.0) + (h < 1.0).to(h.dtype)
+
+
 STATISTICS = [branch, read, chosen, signed, counted]
 
 
@@ -107,7 +116,7 @@ def test_of_rows(code: Code) -> None:
 
 @MODES
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("code", [own, guarded])
+@pytest.mark.parametrize("code", [own, guarded, odd])
 def test_accepted(code: Code, tp: int, sp: bool) -> None:
     tpplan.check(Model(inner=code), PLAN, tp, sp)
     tpplan.check(Model(outer=own), PLAN, tp, sp)

@@ -7,15 +7,17 @@ happen to have one sign.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from tpplan.compat import is_transformed
 from tpplan.proof.noted import Misstep, now
 from tpplan.styles.replicate import REPLICATE
 
@@ -35,18 +37,11 @@ def _named(names: Sequence[str], *forms: str) -> set[Any]:
     return {f for f in (*found, *(getattr(torch, n, None) for n in names)) if callable(f)}
 
 
-def _difference(a: Any, b: Any) -> Any:
-    return a - b
-
-
-def _itself(a: Any, *_: Any) -> Any:
-    return a
-
-
-_DECIDES: Mapping[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_named(_STEPS, "{}", "{}_"), _itself),
-    **dict.fromkeys(_named(_READS, "{}"), _itself),
-    **dict.fromkeys(_named(_COMPARISONS, "{}", "__{}__", "{}_"), _difference),
+# what decides, and of how many operands: of two by their difference
+_DECIDES: Mapping[Any, int] = {
+    **dict.fromkeys(_named(_STEPS, "{}", "{}_"), 1),
+    **dict.fromkeys(_named(_READS, "{}"), 1),
+    **dict.fromkeys(_named(_COMPARISONS, "{}", "__{}__", "{}_"), 2),
 }
 
 
@@ -64,20 +59,33 @@ def note(function: Any, args: Sequence[Any]) -> None:
 
     DTensors compute as the whole, wherever they are shown.
     """
-    notes, by = now(), _DECIDES.get(function)
-    if notes is None or by is None:
+    notes, count = now(), _DECIDES.get(function, 0)
+    operands = args[:count]
+    if notes is None or not operands or len(operands) < count:
         return
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    if any(isinstance(x, DTensor) or x.numel() > _MOST for x in tensors):
+    if not all(isinstance(x, torch.Tensor | int | float) for x in operands):
         return
-    if not any(x.is_floating_point() for x in tensors):
+    if torch.compiler.is_compiling() or is_transformed():
+        return
+    tensors = [x for x in operands if isinstance(x, torch.Tensor)]
+    if any(isinstance(x, DTensor) for x in tensors):
+        return
+    if not any(x.is_floating_point() for x in tensors) or not _fit(tensors):
         return
     line = _line()
     if line is None:
         return
-    with torch.no_grad():
-        numbers = by(*args).detach().double().flatten()
-    notes.decided.append(Decision(notes.path(), line, numbers[numbers.isfinite()].clone()))
+    first, *second = (torch.as_tensor(x).detach().double() for x in operands)
+    numbers = first - second[0] if second else first
+    notes.decided.append(Decision(notes.path(), line, numbers[numbers.isfinite()]))
+
+
+def _fit(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether they go together, and are few numbers."""
+    try:
+        return bool(math.prod(torch.broadcast_shapes(*(x.shape for x in tensors))) <= _MOST)
+    except RuntimeError:
+        return False
 
 
 def _line() -> tuple[str, int] | None:
