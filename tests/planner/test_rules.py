@@ -56,15 +56,6 @@ def test_parameters_cut_by_a_rule_of_their_own(sp: bool) -> None:
     assert outside in refused(ScaledStack(), {"scale": "colwise"}, sp)
 
 
-@BOTH
-def test_a_rule_of_a_module_and_of_a_parameter(sp: bool) -> None:
-    """Who names a parameter means it, beside a module; a star means modules, where there are."""
-    rules = {"layers.*.{fc,gate}": "colwise", "layers.*.out": "rowwise"}
-    tpplan.check(Stack(lambda i: Gated()), {"tpplan": 1, "rules": rules}, 2, sp, inputs=stream())
-    rules = {"layers.*.*": "replicate"}
-    tpplan.check(Stack(lambda i: Layer()), {"tpplan": 1, "rules": rules}, 2, sp, inputs=stream())
-
-
 def test_a_rule_against_the_modules() -> None:
     text = refused(Stack(lambda i: Layer()), {"layers.*.fc.weight": "replicate"}, False)
     assert "<mapping>:5:3: error: layers.*.fc.weight (2 of them): 'replicate' contradicts" in text

@@ -110,11 +110,6 @@ class Pattern:
     def __str__(self) -> str:
         return self.text
 
-    @property
-    def ends_openly(self) -> bool:
-        """Whether it leaves the last name open, whole or in part."""
-        return any(not alternative[-1].literal for alternative in self.alternatives)
-
     def matches(self, path: str) -> bool:
         """Whether the pattern names this path of a module or parameter."""
         if not path or self.text == ROOT:

@@ -50,8 +50,7 @@ def match(plan: Plan, model: nn.Module) -> tuple[Matches, list[Diagnostic]]:
     unmatched: list[str] = []
     for rule in plan.rules:
         hits = [p for p in modules if any(map(rule.pattern.matches, called[p]))]
-        # "a.*" means modules where there are some; who names a parameter means it
-        bare = () if hits and rule.pattern.ends_openly else (*parameters, *buffers)
+        bare = () if hits else (*parameters, *buffers)
         hits += [p for p in bare if any(map(rule.pattern.matches, called[p]))]
         for path in dict.fromkeys(modules.get(hit, hit) for hit in hits):
             claims.setdefault(path, []).append(rule)
