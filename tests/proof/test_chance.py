@@ -20,11 +20,12 @@ from tests.rewrite import MODES, SIZES
 
 OWN, THEIRS = random.Random(3), np.random.default_rng(3)
 TORCHS = torch.Generator().manual_seed(3)
+SYSTEMS = random.SystemRandom()
 DRAWS = {
     "random": lambda: random.random(),
     "imported": lambda: imported(),
     "numpy": lambda: float(np.random.rand()),
-    "own": lambda: OWN.random(),
+    "own": lambda: OWN.random() + 0 * SYSTEMS.random(),
     "generator": lambda: float(THEIRS.random()),
     "torch's generator": lambda: float(torch.rand((), generator=TORCHS)),
 }

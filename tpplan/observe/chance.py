@@ -54,6 +54,8 @@ def chances() -> list[Chance]:
 
 def chance_of(thing: Any) -> Chance | None:
     """That of a ``random.Random``, or of one of torch's or numpy's generators."""
+    if isinstance(thing, random.SystemRandom):
+        return None  # it has no state
     if isinstance(thing, random.Random):
         return Chance(thing.getstate, thing.setstate)
     if isinstance(thing, torch.Generator):
