@@ -198,9 +198,11 @@ class Notes:
 
     def is_one_for_all(self, number: int, op: Op) -> bool:
         """Whether what an op takes with the stream is no number of its rows' own."""
-        shape, made = (self.trace.shapes[n] for n in (number, op.outputs[0]))
-        along = len(shape) - len(made) + self.dim
-        return not shape or (op.pointwise and (along < 0 or shape[along] == 1))
+        shape = self.trace.shapes[number]
+        if not (shape and op.pointwise and op.outputs):
+            return not shape
+        along = len(shape) - len(self.trace.shapes[op.outputs[0]]) + self.dim
+        return along < 0 or shape[along] == 1
 
     def note_mixture(self, op: Op, data: list[int], around: list[Call]) -> None:
         """The stream meets all positions' gradient in code of no module that has a rule.
