@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,41 +11,11 @@ from torch import nn
 
 import tpplan
 from tests.rewrite import MODES
-
-PLAN: dict[str, Any] = {
-    "tpplan": 1,
-    "rules": {
-        "table": "vocab",
-        "layers.*.norm": "sequence_parallel",
-        "layers.*.up": "colwise",
-        "layers.*.down": "rowwise",
-        "norm": "sequence_parallel",
-    },
-}
-Code = Callable[[torch.Tensor], torch.Tensor]
+from tests.stacked import PLAN, Code, Layer, Stacked
 
 
-class Layer(nn.Module):
-    def __init__(self, inner: Code, outer: Code) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-        self.inner, self.outer = inner, outer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(x) + self.down(self.inner(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, inner: Code = F.gelu, outer: Code = lambda x: x) -> None:
-        super().__init__()
-        self.table, self.norm = nn.Embedding(40, 16), nn.LayerNorm(16)
-        self.layers = nn.ModuleList(Layer(inner, outer) for _ in range(2))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
+def model_of(inner: Code = F.gelu, outer: Code = lambda x: x) -> nn.Module:
+    return Stacked(2, lambda: Layer(inner, outer))
 
 
 def branch(h: torch.Tensor) -> torch.Tensor:
@@ -96,9 +64,10 @@ STATISTICS = [branch, read, chosen, signed, counted]
 @MODES
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("code", STATISTICS)
+@pytest.mark.turns(4)
 def test_of_columns(code: Code, tp: int, sp: bool) -> None:
     with pytest.raises(tpplan.PlanError) as raised:
-        tpplan.check(Model(inner=code), PLAN, tp, sp)
+        tpplan.check(model_of(inner=code), PLAN, tp, sp)
     (found,) = raised.value.diagnostics
     assert "decides by numbers of a rank's own part" in found.message
     ((_, line),) = found.related
@@ -108,15 +77,16 @@ def test_of_columns(code: Code, tp: int, sp: bool) -> None:
 @pytest.mark.parametrize("code", STATISTICS)
 def test_of_rows(code: Code) -> None:
     """In plain TP a layer has all of them."""
-    tpplan.check(Model(outer=code), PLAN, 2, False)
+    tpplan.check(model_of(outer=code), PLAN, 2, False)
     along = lambda x: code(x.transpose(1, 2)).transpose(1, 2)  # noqa: E731
     with pytest.raises(tpplan.PlanError):
-        tpplan.check(Model(outer=along), PLAN, 2, True)
+        tpplan.check(model_of(outer=along), PLAN, 2, True)
 
 
 @MODES
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("code", [own, guarded, odd])
+@pytest.mark.turns(4)
 def test_accepted(code: Code, tp: int, sp: bool) -> None:
-    tpplan.check(Model(inner=code), PLAN, tp, sp)
-    tpplan.check(Model(outer=own), PLAN, tp, sp)
+    tpplan.check(model_of(inner=code), PLAN, tp, sp)
+    tpplan.check(model_of(outer=own), PLAN, tp, sp)

@@ -11,93 +11,60 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpplan
-from tests.compare import Errors, beyond, full, step
+from tests.compare import Errors, Findings, beyond, full, step
 from tests.ranks import Ranks
 from tests.rewrite import SIZES
-
-RULES = {
-    "table": "vocab",
-    "layers.*.norm": "sequence_parallel",
-    "layers.*.up": "colwise",
-    "layers.*.down": "rowwise",
-    "norm": "sequence_parallel",
-}
+from tests.stacked import RULES, WIDTH, Stacked, ids_of
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.norm = nn.Embedding(40, 16), nn.LayerNorm(16)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, ids: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        x = self.before(self.table(ids), given)
-        for layer in self.layers:
-            x = layer(x)
-        return self.after(self.norm(x), given)
-
-    def before(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def after(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-class Classes(Model):
+class Classes(Stacked):
     """A vector for each sample, of its class."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.extra = nn.Embedding(11, 16)
+        self.extra = nn.Embedding(11, WIDTH)
 
-    def before(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        return x + self.extra((given[:, 0] > 0).long())[:, None]
+    def before(self, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return x + self.extra((given[0][:, 0] > 0).long())[:, None]
 
 
-class Scales(Model):
+class Scales(Stacked):
     """Scale and shift, of what is known of each sample; before the layers and after."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.extra = nn.Linear(1, 32)
+        self.extra = nn.Linear(1, 2 * WIDTH)
 
-    def before(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        scale, shift = self.extra(given[:, :1]).unsqueeze(1).chunk(2, -1)
+    def before(self, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        scale, shift = self.extra(given[0][:, :1]).unsqueeze(1).chunk(2, -1)
         return x * (1 + scale) + shift
 
-    def after(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        return self.before(x, given)
+    def after(self, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return self.before(x, *given)
 
 
-class Masked(Model):
+class Masked(Stacked):
     """No numbers of masked positions; then the mean of the others."""
 
-    def before(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        return x * (given > -1).to(x.dtype)[..., None]
+    def before(self, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return x * (given[0] > -1).to(x.dtype)[..., None]
 
-    def after(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        mask = (given > -1).to(x.dtype)[..., None]
+    def after(self, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        mask = (given[0] > -1).to(x.dtype)[..., None]
         return (x * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
-class Weighted(Model):
+class Weighted(Stacked):
     """Each position by a number that the user gives, and its place."""
 
-    def before(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    def before(self, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
         places = torch.arange(x.size(1), dtype=x.dtype)
-        return x * given[..., None] + torch.outer(places, torch.linspace(0, 1, 16, dtype=x.dtype))
+        return x * given[0][..., None] + torch.outer(
+            places, torch.linspace(0, 1, WIDTH, dtype=x.dtype)
+        )
 
 
-MODELS: dict[str, tuple[type[Model], dict[str, str]]] = {
+MODELS: dict[str, tuple[type[Stacked], dict[str, str]]] = {
     "classes": (Classes, {"extra": "replicate"}),
     "many classes": (Classes, {"extra": "vocab"}),
     "scales": (Scales, {"extra": "replicate"}),
@@ -111,12 +78,12 @@ def meeting_job(mesh: DeviceMesh, name: str) -> Errors:
     kind, rules = MODELS[name]
     reference = kind().double()
     plan: dict[str, Any] = {"tpplan": 1, "sequence_parallel": True, "rules": {**RULES, **rules}}
-    inputs = (torch.randint(40, (2, 8)), torch.randn(2, 8, dtype=torch.float64))
+    inputs = (ids_of(2, 8), torch.randn(2, 8, dtype=torch.float64))
     model = tpplan.parallelize(copy.deepcopy(reference), plan, mesh, inputs=inputs)
-    worst: Errors = {}
+    found = Findings()
     for batch, length in ((2, 8), (3, 7), (1, 5), (2, 1)):
         generator = torch.Generator().manual_seed(length)
-        ids = torch.randint(40, (batch, length), generator=generator)
+        ids = ids_of(batch, length)
         given = torch.randn(batch, length, dtype=torch.float64, generator=generator)
 
         def run(
@@ -130,9 +97,8 @@ def meeting_job(mesh: DeviceMesh, name: str) -> Errors:
             again = m(ids, given)
             return {"out": out.detach(), "given": gradient, "objective": again.sin().sum()}
 
-        errors = step(reference, model, run)
-        worst = {name: max(e, worst.get(name, 0.0)) for name, e in errors.items()}
-    return worst
+        found.add(f"{batch}x{length}", step(reference, model, run))
+    return found.errors
 
 
 @SIZES

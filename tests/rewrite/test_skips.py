@@ -11,64 +11,42 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpplan
-from tests.compare import Errors, beyond, step
+from tests.compare import Errors, Findings, beyond, step
 from tests.ranks import Ranks
 from tests.rewrite import MODES, SIZES
+from tests.stacked import RULES, WIDTH, Stacked, ids_of
 
 
-class Layer(nn.Module):
+class Model(Stacked):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        super().__init__(4)
+        self.joins = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.last = nn.Embedding(32, 16), nn.LayerNorm(16)
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-        self.joins = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x, kept = self.embed(ids), list[torch.Tensor]()
+    def forward(self, ids: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        x, kept = self.table(ids), list[torch.Tensor]()
         for i, layer in enumerate(self.layers):
             if i >= 2:
                 x = self.joins[i - 2](torch.cat([x, kept.pop()], -1))
             x = layer(x)
             kept += [x] if i < 2 else []
-        return self.last(x)
+        return self.norm(x)
 
 
 def skips_job(mesh: DeviceMesh, sp: bool, joins: str) -> Errors:
     torch.manual_seed(0)
     reference = Model().double()
-    plan: dict[str, Any] = {
-        "tpplan": 1,
-        "rules": {
-            "embed": "vocab",
-            "layers.*.norm": "sequence_parallel",
-            "layers.*.up": "colwise",
-            "layers.*.down": "rowwise",
-            "joins.*": joins,
-            "last": "sequence_parallel",
-        },
-    }
+    plan = {"tpplan": 1, "rules": {**RULES, "joins.*": joins}}
     model = tpplan.parallelize(copy.deepcopy(reference), plan, mesh, sp)
-    worst: Errors = {}
+    found = Findings()
     for batch, length in ((1, 8), (3, 7), (2, 5)):
-        generator = torch.Generator().manual_seed(length)
-        ids = torch.randint(0, 32, (batch, length), generator=generator)
+        ids = ids_of(batch, length)
 
         def run(m: Any, ids: torch.Tensor = ids) -> dict[str, torch.Tensor]:
             out = m(ids)
             return {"out": out, "objective": out.sin().sum()}
 
-        errors = step(reference, model, run)
-        worst = {name: max(e, worst.get(name, 0.0)) for name, e in errors.items()}
-    return worst
+        found.add(f"{batch}x{length}", step(reference, model, run))
+    return found.errors
 
 
 @SIZES

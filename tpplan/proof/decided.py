@@ -105,7 +105,7 @@ def _line() -> tuple[str, int] | None:
 def misdecided(due: Sequence[Decision], got: Sequence[Decision]) -> Misstep | None:
     """By what a rank decides that is no number of those by which the unsharded model does.
 
-    It may be fewer of them. Of what it has as padding, nothing follows: give the first rank's.
+    It may decide by fewer of them. Give the first rank's decisions: it has no rows of padding.
     """
     whole = defaultdict[tuple[str, tuple[str, int]], list[torch.Tensor]](list)
     for decision in due:

@@ -191,7 +191,7 @@ def _failed(compiled: CompiledPlan, path: str, error: Exception) -> PlanError:
 
 
 def _misstep(compiled: CompiledPlan, finding: Finding, found: Misstep) -> PlanError:
-    """What results do not show: numbers drawn from the wrong sequence are all alike here."""
+    """What results do not show: all draws are alike here, and ranks may decide alike by chance."""
     rule = rule_near(compiled, found.path) or compiled.plan.rules[0]
     message = f"{found.path or 'the model itself'} {found.what} ({finding.scene.what})"
     place = stopped_at(found.line and line_of(*found.line))
