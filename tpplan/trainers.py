@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import RandomSampler
 
 from tpplan.checkpoint import teach_saving, whole_state
+from tpplan.resizing import teach_resizing
 from tpplan.rewrite import plan_of
 
 _TAUGHT = "_tpplan_taught"
@@ -34,6 +35,7 @@ def introduce(model: nn.Module, mesh: DeviceMesh) -> None:
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None:
         teach_saving(modeling.PreTrainedModel)
+        teach_resizing(modeling.PreTrainedModel)
         for inner in _outermost(model, modeling.PreTrainedModel):
             _introduce_to_transformers(inner, mesh.size())
     accelerate = sys.modules.get("accelerate")

@@ -22,6 +22,7 @@ ROOMS = (
     "shipped.py",
     "trainers.py",
     "adapters.py",
+    "resizing.py",
 )
 # what says what to do needs no page: the place of the hint among a call's arguments, ...
 _HINTS = {
