@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from tpplan.observe.trace import Numbered, Op, Trace
 
@@ -15,6 +15,8 @@ _LARGE = 2**24
 
 def acts_on_each(op: Op, trace: Trace, streams: Set[int], rows: Sequence[int], dim: int) -> bool:
     """Whether one position's result hangs on that position alone, wherever in the sequence it is.
+
+    Ops that are alike are run once: equal layers have the same ones.
 
     Args:
         streams: the tensors that have the rows of the stream, as they are or flattened to tokens.
@@ -31,10 +33,28 @@ def acts_on_each(op: Op, trace: Trace, streams: Set[int], rows: Sequence[int], d
     small = sum(math.prod(shape) for shape in shapes.values()) <= _LARGE
     if op.run is None or not (aligned and small) or tensors & trace.complex:
         return False
-    try:
-        return _alone(op, trace, ours, rows, dim)
-    except Exception:  # what cannot be run on random numbers is not known
-        return False
+    kind = (_kind(op, trace, streams), tuple(rows), dim)
+    if kind not in trace.alone:
+        try:
+            trace.alone[kind] = _alone(op, trace, ours, rows, dim)
+        except Exception:  # what cannot be run on random numbers is not known
+            trace.alone[kind] = False
+    return trace.alone[kind]
+
+
+def _kind(op: Op, trace: Trace, streams: Set[int]) -> Hashable:
+    """What ``_alone`` finds of an op hangs on this, and on what the stream is."""
+    leaves, spec = tree_flatten(op.run)
+    places = {n: i for i, n in enumerate(dict.fromkeys(op.inputs))}
+
+    def told(leaf: object) -> Hashable:
+        if not isinstance(leaf, Numbered):
+            return type(leaf), leaf
+        n = leaf.number
+        return places[n], trace.shapes[n], n in trace.floating, n in streams
+
+    made = tuple(trace.shapes[n] for n in op.outputs)
+    return tuple(map(told, leaves)), str(spec), made
 
 
 def _alone(op: Op, trace: Trace, ours: Sequence[int], rows: Sequence[int], dim: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,7 +102,8 @@ class Trace:
 
     ``computed``: whether it was run on numbers, on which its code may hang. ``kept``: the tensors
     that modules have as attributes after it, or after a call of theirs: the module, the place among
-    these, and which.
+    these, and which. ``alone``: what was found of an op that is run on random numbers, and so of
+    all that are alike.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -114,6 +115,7 @@ class Trace:
     buffers: dict[int, str] = field(default_factory=dict)
     computed: bool = False
     kept: list[tuple[str, Place, int]] = field(default_factory=list)
+    alone: dict[Hashable, bool] = field(default_factory=dict, repr=False, compare=False)
 
     def ancestors(self, call: int | None) -> Iterable[Call]:
         """The calls around ``call``, the innermost (itself) first."""

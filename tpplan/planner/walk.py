@@ -310,8 +310,8 @@ class Walk(Notes):
         around = list(self.trace.ancestors(op.call))
         entries = {n for c in around for n in self.entry.get(c.index, ())}
         apart = any(c.index in self.apart for c in around)
-        cut = {n for c in around for n in self.for_heads[c.index]}
-        cut &= self.trained | self.weights.keys()
+        heads = {n for c in around for n in self.for_heads[c.index]}
+        cut = {n for n in heads if n in self.trained or n in self.weights}
         region = any(n in self.region or n in entries or n in cut for n in op.inputs)
         stream = not region and not apart and any(n in self.stream for n in op.inputs)
         rows = [n for n in op.inputs if n in self.stream] if stream else []
@@ -337,7 +337,7 @@ class Walk(Notes):
             n
             for n in data
             if n in self.trained and n not in self.region and n not in entries and n not in cut
-            if region or n not in self.stream | beside
+            if region or not (n in self.stream or n in beside)
         ]
         if region:
             self.on_columns(op, data, entries, around, whole)
@@ -368,12 +368,12 @@ class Walk(Notes):
         self, op: Op, data: list[int], entries: Set[int], around: list[Call], whole: list[int]
     ) -> None:
         """An op in a region."""
-        partial = self.region - self.whole_in_region - entries
+        partial = any(self.is_sharded(n) and n not in entries for n in data)
         self.region.update(op.outputs)
         self.whole_in_region.update(op.outputs)
-        if not partial.isdisjoint(data):
+        if partial:
             self.whole_in_region.difference_update(op.outputs)
-        if not (self.stream | self.from_stream).isdisjoint(op.inputs):
+        if any(n in self.stream or n in self.from_stream for n in op.inputs):
             self.from_stream.update(op.outputs)
         self.note_rows(op, around)
         if whole:
