@@ -44,12 +44,14 @@ PERMITTED: Mapping[str, str] = {
     "proof": "compat layout language places compiled comm styles observe planner rewrite simulate",
     "suggestion": "version language models compat observe planner styles simulate cost proof",
     "options": "language",
-    "trainers": "checkpoint rewrite",
+    "resizing": "",
+    "trainers": "checkpoint rewrite resizing",
     "pipelines": "comm roles",
     "adapters": "comm roles checkpoint",
     "hf": "language styles planner shipped",
-    "api": "compat language wrapping kernels comm compiled planner rewrite trainers adapters "
-    "simulate cost shipped render proof suggestion",
+    "automatic": "language wrapping shipped suggestion",
+    "api": "compat language wrapping kernels comm compiled planner rewrite trainers "
+    "adapters simulate cost shipped automatic render proof suggestion",
     "pretrained": "models wrapping checkpoint observe rewrite shipped api",
     "cli": "version language models options planner progress completion shipped render "
     "proof suggestion api",

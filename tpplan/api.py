@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan import adapters, proof
+from tpplan.automatic import plan_for
 from tpplan.compat import fake_world
 from tpplan.compiled import CompiledPlan
 from tpplan.kernels.launch import interpreted
@@ -25,9 +25,8 @@ from tpplan.rewrite import apply, device_type, idle, plan_of
 from tpplan.rewrite.launch import agreed
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.rewrite.world import own_mesh
-from tpplan.shipped import PlanSource, load_plan
+from tpplan.shipped import PlanSource
 from tpplan.trainers import introduce, introduce_experts
-from tpplan.wrapping import adapted_model
 
 if TYPE_CHECKING:
     from tpplan.comm.pace import Pace
@@ -65,8 +64,7 @@ def parallelize(
             where token ids of shape (batch, sequence) are not one; or a list of calls. Linears and
             Embeddings that none comes to are sharded too, with a warning, and cannot be run.
         src_data_rank: the rank of the tp group whose values count; None trusts each rank's own.
-        prove: whether the rewritten model is run beside the unsharded one first, on simulated
-            ranks and numbers of its own; see docs/proved.md.
+        prove: whether simulated ranks run it beside the unsharded one first; see docs/proved.md.
 
     Raises:
         PlanError: with every problem of the plan, the model and their fit.
@@ -79,7 +77,8 @@ def parallelize(
     tp = 1 if tp_mesh is None else tp_mesh.size()
 
     def compile_here() -> CompiledPlan:
-        loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute, overlap)
+        chosen = plan_for(model, plan, tp, inputs, sequence_parallel)
+        loaded = chosen.keeping(save, recompute, overlap)
         return compile_plan(model, loaded, tp, sequence_parallel, kernels, inputs, ep)
 
     compiled = agreed(model, own, compile_here, {"prove": prove, "src_data_rank": src_data_rank})
@@ -123,8 +122,7 @@ def dry_run(
 ) -> Report:
     """What ``plan`` does to ``model`` on ``tp`` ranks: placements, collectives, memory, time.
 
-    It executes one training step of the rewritten model abstractly, whatever its size; the model
-    (on meta or real) is not changed, and no ranks are needed.
+    One training step is executed abstractly, on no ranks; the model (meta or real) is not changed.
 
     Args:
         batch, seq: the shape of the token ids it is run with; of each rank of ep.
@@ -133,10 +131,10 @@ def dry_run(
         loss: whether the token ids are given as ``labels`` too; else backward starts at the logits.
         optimizer: a name (adamw, adam, adagrad, rmsprop, sgd, sgd-momentum), a function from a
             list of parameters to a ``torch.optim.Optimizer``, or None for no step.
-        max_norm: to which gradients are clipped before the step; None where they are not.
+        max_norm: to which gradients are clipped before the step, if at all.
         master_weights: whether 16-bit parameters have float32 copies for the optimizer.
         checkpointing: whether layers are recomputed. The report has both memories.
-        fold: whether of equal layers only a few are executed; their repetition is checked.
+        fold: whether of equal layers a few are executed, their repetition checked.
         hardware: a shipped profile's name (None: h100-nvlink), a YAML file, or a ``Hardware``.
         compare: whether other tps and modes are run as well, for the curves of ``to_html()``.
         save, recompute, overlap: as of ``parallelize``.
@@ -153,8 +151,9 @@ def dry_run(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, batch, seq)
-    loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute, overlap)
-    setting = cost.Setting(loaded, tp, sequence_parallel, kernels, inputs, ep)
+    chosen = plan_for(model, plan, tp, inputs, sequence_parallel)
+    chosen = chosen.keeping(save, recompute, overlap)
+    setting = cost.Setting(chosen, tp, sequence_parallel, kernels, inputs, ep)
     found = cost.dry_run(model, setting, batch, seq, training, fold, hardware or cost.DEFAULT)
     _warn(found.compiled, None, "cpu")
     return Report.of(cost.with_companions(model, setting, found) if compare else found)
@@ -207,7 +206,8 @@ def advise(
     training = Training(optimizer_named(optimizer), max_norm, master_weights, checkpointing)
     if loss:
         inputs = cost.with_labels(model, inputs, micro_batch, seq)
-    loaded = _plan_for(model, plan, 2, inputs).keeping(save, recompute, overlap)
+    chosen = plan_for(model, plan, 2, inputs)
+    loaded = chosen.keeping(save, recompute, overlap)
     setting = cost.Setting(loaded, 1, None, kernels, inputs)
     task = cost.Task(gpus or timed_on.node, batch, seq, micro_batch)
     return Advice.of(cost.advise(model, setting, task, training, timed_on, told))
@@ -234,7 +234,7 @@ def check(
     Raises:
         PlanError: with every problem found, and what is proposed.
     """
-    loaded = _plan_for(model, plan, tp, inputs)
+    loaded = plan_for(model, plan, tp, inputs, sequence_parallel)
     try:
         compiled = _checked(model, loaded, tp, sequence_parallel, ep, inputs)
     except PlanError as error:
@@ -315,28 +315,6 @@ def suggest(
     return find(model, tp, inputs, batch=batch, seq=seq, hardware=hardware, told=told).plan
 
 
-def _plan_for(model: nn.Module, plan: PlanSource, tp: int, inputs: Any) -> Plan:
-    """The plan that is meant; of "auto" a suggestion, where no shipped plan is the model's."""
-    inner = adapted_model(model)
-    try:
-        return load_plan(plan, inner)
-    except PlanError as error:
-        if plan != "auto" or inner is not model:
-            raise
-        missing = error
-    try:
-        found = suggest(model, max(tp, 2), inputs)
-    except PlanError as error:
-        raise PlanError([*missing.diagnostics, *error.diagnostics]) from error
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        message = (
-            f"no shipped plan is for {type(model).__name__}: it gets one that was found and proved "
-            f"now. To keep it, write tpplan.suggest(model, tp={max(tp, 2)}).text to a file"
-        )
-        warnings.warn(message, stacklevel=4)
-    return found
-
-
 def verify(
     make_model: nn.Module | Callable[[], nn.Module],
     plan: PlanSource,
@@ -378,7 +356,8 @@ def verify(
         VerificationError: naming the first module whose output or gradient differs.
     """
     model = make_model if isinstance(make_model, nn.Module) else make_model()
-    loaded = _plan_for(model, plan, tp, inputs).keeping(save, recompute, overlap)
+    chosen = plan_for(model, plan, tp, inputs, sequence_parallel)
+    loaded = chosen.keeping(save, recompute, overlap)
     wanted = implementations(loaded.kernels, kernels)
     if "triton" in wanted.values() and not interpreted():
         message = "kernels: verify runs on the CPU, and Triton's run there in its interpreter only"

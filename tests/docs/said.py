@@ -23,6 +23,7 @@ ROOMS = (
     "trainers.py",
     "adapters.py",
     "resizing.py",
+    "automatic.py",
 )
 # what says what to do needs no page: the place of the hint among a call's arguments, ...
 _HINTS = {

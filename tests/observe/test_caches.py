@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -84,3 +85,45 @@ def test_what_the_user_froze_stays_so() -> None:
         assert gc.get_freeze_count()
     finally:
         gc.unfreeze()
+
+
+def test_all_objects_are_searched_only_where_there_are_new_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_on_fakes()
+    searches, search = [], gc.get_referrers
+
+    def counted(*things: object) -> list[object]:
+        searches.append(len(things))  # not the type, whose references are counted
+        return search(*things)
+
+    monkeypatch.setattr(gc, "get_referrers", counted)
+    run_on_fakes()
+    assert not searches
+
+    @functools.cache
+    def new(length: int) -> torch.Tensor:
+        return torch.arange(length)
+
+    with no_fakes_kept(), FakeTensorMode():
+        new(4)
+    assert len(searches) == 1
+    assert not isinstance(new(4), FakeTensor)
+    del new
+    run_on_fakes()
+    assert len(searches) == 1
+
+
+def test_what_was_frozen_is_searched_when_it_is_not_any_more() -> None:
+    @functools.cache
+    def new(length: int) -> torch.Tensor:
+        return torch.arange(length)
+
+    gc.freeze()
+    try:
+        run_on_fakes()
+    finally:
+        gc.unfreeze()
+    with no_fakes_kept(), FakeTensorMode():
+        new(4)
+    assert not isinstance(new(4), FakeTensor)

@@ -74,6 +74,18 @@ class Zag(nn.Module):
         return x + self.b1(x)
 
 
+class Running(nn.Module):
+    """A sum over the positions before, in the code of the layer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(self.up(x).relu())
+        return x + x.cumsum(1).tanh()
+
+
 class Model(nn.Module):
     """An embedding, a stack, a norm, a head tied to the embedding."""
 

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpplan
 from tests.gpt import GPT
-from tests.models import hf
+from tests.models import VOCAB, hf
 from tests.planner import inlined
 from tests.ranks import Ranks
-from tests.suggestion.odd import Model, Short, Sorted, Zag
+from tests.suggestion.odd import Model, Running, Short, Sorted, Zag
 from tpplan.cli import main
 from tpplan.language import Pattern
 from tpplan.suggestion import Suggestion, explained, find
@@ -145,6 +146,32 @@ def test_auto_for_a_class_that_no_plan_lists() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tpplan.dry_run(hf("Llama"), "auto", tp=2, seq=8)
+
+
+def test_auto_with_the_sequence_cut_of_what_holds_without() -> None:
+    """It is said of the model, not of lines of a file that the user never saw."""
+    said = "no plan was found that shards the sequence of Model, one without was"
+    with pytest.raises(tpplan.PlanError, match=f"{said}; .*'cumsum'") as caught:
+        tpplan.dry_run(Model(Running), "auto", tp=2, seq=8, sequence_parallel=True)
+    assert "suggested.yaml" not in str(caught.value)
+    with pytest.warns(UserWarning, match="no shipped plan is for Model"):
+        tpplan.dry_run(Model(Running), "auto", tp=2, seq=8)
+
+
+def test_a_stack_inside_of_the_layers() -> None:
+    """ALBERT's attention calls its projections and its norm itself, and is no layer."""
+    config = transformers.AlbertConfig(
+        vocab_size=VOCAB,
+        embedding_size=16,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+    )
+    plan = tpplan.suggest(transformers.AlbertModel(config), 2)
+    assert yaml.safe_load(plan.text)["layers"].endswith(".attention.LayerNorm")
+    assert plan.sequence_parallel
 
 
 def test_costs_say_why_a_plan_was_taken() -> None:

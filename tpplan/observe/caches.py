@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +23,20 @@ _AT_START = 10_000
 _DEPTH = 6
 _known: weakref.WeakSet[_Cache[Any]] = weakref.WeakSet()
 """Caches that were met before: only calls since can have put something foreign into them."""
+_FEW = 1_000
+
+
+class _Searched:
+    """What a search left.
+
+    Attributes:
+        others: the references to the type of the caches that were no known cache's; -1 where not
+            all objects were searched. As long as these are as many, every cache is known.
+        frozen: whether what is frozen was searched before.
+    """
+
+    others = -1
+    frozen = False
 
 
 @contextlib.contextmanager
@@ -37,11 +52,11 @@ def no_fakes_kept(foreign: Callable[[torch.Tensor], bool] = is_fake) -> Iterator
     try:
         yield
     finally:
-        for cache in {*_known, *_caches()}:
+        _search()
+        for cache in tuple(_known):
             info = cache.cache_info()
             if info.currsize and before.get(cache) != info and _holds(cache, foreign):
                 cache.cache_clear()
-            _known.add(cache)
 
 
 @contextlib.contextmanager
@@ -53,17 +68,28 @@ def only_new_searched() -> Iterator[None]:
     if gc.get_freeze_count() > _AT_START:  # within another, or the user's own, which stays
         yield
         return
-    _known.update(_caches())
+    _search()
     gc.freeze()
+    _Searched.frozen = True
     try:
         yield
     finally:
+        _Searched.frozen = False
         gc.unfreeze()
 
 
-def _caches() -> list[_Cache[Any]]:
-    # each refers to its type; that is asked of all objects at once, where all cost as much
-    return [thing for thing in gc.get_referrers(_Cache) if type(thing) is _Cache]
+def _search() -> None:
+    """Have all caches among the known ones. Each refers to its type."""
+    if _others() != _Searched.others:
+        complete = _Searched.frozen or gc.get_freeze_count() <= _AT_START
+        # asked of all objects at once, where all cost as much
+        _known.update(thing for thing in gc.get_referrers(_Cache) if type(thing) is _Cache)
+        few = 0 <= _others() < _FEW  # an interpreter may not count references to types
+        _Searched.others = _others() if complete and few else -1
+
+
+def _others() -> int:
+    return sys.getrefcount(_Cache) - len(_known)
 
 
 def _holds(cache: object, foreign: Callable[[torch.Tensor], bool]) -> bool:

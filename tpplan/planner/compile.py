@@ -72,8 +72,7 @@ def compile_plan(
         PlanError: with every problem found.
     """
     with same_randomness(0), one_thread(), as_before(model):
-        known = Known() if known is None else known
-        compiler = _Compiler(model, plan, tp, sequence_parallel, ep, known)
+        compiler = _Compiler(model, plan, tp, sequence_parallel, ep, known or Known())
         compiler.check_structure(kernels)
         if compiler.complaints.wrong:
             compiler.check_sizes(inputs)

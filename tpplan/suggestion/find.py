@@ -46,6 +46,7 @@ class Suggestion:
             was said of those before.
         tried: how many plans were compiled; proof: what verify found, None where the model is
             too large to compute with, and only its miniature was proved.
+        without: why it does not shard the sequence; "" where it does.
     """
 
     plan: Plan
@@ -54,6 +55,7 @@ class Suggestion:
     tried: int
     proof: Verification | None
     task: Task
+    without: str
 
 
 def find(
@@ -112,7 +114,15 @@ def _found(model: nn.Module, task: Task, told: Say) -> Suggestion:
     head = _head(model, tp, search, proof)
     plan = plan_from(written(chosen.decisions, names, chosen.keys, head)[0])
     refused = {slot.name: tuple(slot.refused) for slot in anatomy.slots if slot.refused}
-    return Suggestion(plan, candidates, FrozenMap(refused), search.tried, proof, task)
+    return Suggestion(
+        plan=plan,
+        candidates=candidates,
+        refused=FrozenMap(refused),
+        tried=search.tried,
+        proof=proof,
+        task=task,
+        without=search.without,
+    )
 
 
 def _nothing(search: Search) -> PlanError:

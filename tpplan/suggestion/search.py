@@ -129,17 +129,20 @@ class Search:
         patterns = patterns_of({p: d for p, d in elements.items() if p in self.known}, self.names)
         if len(patterns) == 1:
             yield {"layers": patterns[0][0]}
-        rows = self._rows_of_layers(elements)
-        patterns = patterns_of({p: d for p, d in rows.items() if p in self.known}, self.names)
-        if len(patterns) == 1:
-            yield {"layers": patterns[0][0]}
+        yield from self._rows_called_by(elements)
 
-    def _rows_of_layers(self, elements: Iterable[str]) -> dict[str, Decision]:
-        """What runs on rows in layers whose own code calls projections, and needs all rows then."""
+    def _rows_called_by(self, owners: Iterable[str]) -> Iterator[dict[str, object]]:
+        """As the stack what runs on rows in modules whose own code calls projections, too.
+
+        That code needs all rows then. It may be the layers', or that of modules in these.
+        """
         styled = [(path, named(d.style)) for path, d in self.decisions().items()]
         calling = {p.rpartition(".")[0] for p, style in styled if style.columns}
-        calling.intersection_update(elements)
-        return {p: WHOLE for p, style in styled if style.rows and p.rpartition(".")[0] in calling}
+        calling.intersection_update(owners)
+        rows = {p for p, style in styled if style.rows and p.rpartition(".")[0] in calling}
+        patterns = patterns_of({p: WHOLE for p, _ in styled if p in rows & self.known}, self.names)
+        if len(patterns) == 1:
+            yield {"layers": patterns[0][0]}
 
     def decisions(self) -> dict[str, Decision]:
         """Path -> its rule, for the whole model, in the order of its modules."""
@@ -277,6 +280,8 @@ class Search:
             error = self._refused(self.decisions(), sequence_parallel)
             if error is None:
                 return
+            if first is None and sequence_parallel and self._stands_within(error):
+                return
             first = first or error
             if self._repair(error, sequence_parallel):
                 continue
@@ -285,6 +290,17 @@ class Search:
             before = [slot.at for slot in self.anatomy.slots]
         assert first is not None
         raise first
+
+    def _stands_within(self, error: PlanError) -> bool:
+        """Whether it is right with the stack in the module in whose code it stopped."""
+        before = self.keys
+        owners = {path.rpartition(".")[0] for path in error.diagnostics[0].about}
+        for keys in self._rows_called_by(owners.difference(self.anatomy.elements)):
+            self.keys = keys
+            if self.holds(self.decisions(), True):
+                return True
+        self.keys = before
+        return False
 
     def _go_back(self, sequence_parallel: bool) -> None:
         """Earlier variants of what went on without need; a region was tried by itself."""
