@@ -342,8 +342,7 @@ def verify(
         ep: how many times ``tp`` ranks there are, each time with a batch of their own, which share
             the experts of a mixture: their gradients must be the mean over the batches.
         sequence_parallel: one mode only; None for plain TP and, where the plan has it, TP+SP.
-        inputs: a call the model accepts, where token ids are not one; or a list of calls, each of
-            which is compared.
+        inputs: a call the model accepts, where token ids are not one; or a list of calls.
         processes: real gloo processes instead of simulated ranks.
         tolerance: of max|difference| / max|reference| of the outputs, and of the gradients'
             max|difference| / max(max|g|, 1e-3 of the largest |g| in the model).

@@ -24,10 +24,12 @@ from tpplan.proof.calls import (
 from tpplan.proof.exact import exact, widened
 from tpplan.proof.miniature import unsharded
 from tpplan.proof.ranks import mean_over_ep
-from tpplan.proof.step import Result, Scene, are_comparable, leaves_of, parts_of, step
+from tpplan.proof.rounding import Reordered
+from tpplan.proof.step import Result, Scene, are_comparable, errors, leaves_of, parts_of, step
 from tpplan.styles import named
 
 _LOUD = 30.0
+_ORDERS = 3
 
 
 class Played:
@@ -83,6 +85,10 @@ class Played:
         if not played:  # the ranks will not, and code may count its calls
             self._twins = self._fresh()
         return played
+
+    def again(self, scenes: Sequence[Scene]) -> list[list[Result]]:
+        """What steps give that were taken before; of one that is not finite now, nothing."""
+        return [self._everyones(self._twins, scene, seed) for seed, scene in enumerate(scenes)]
 
     def _fresh(self) -> list[tuple[nn.Module, View]]:
         """The model of each rank of ep and what it keeps, after these steps."""
@@ -141,6 +147,24 @@ def played(
             whole.may_play(Scene("with routing", asking, True, optional=fixed))
         whole.may_play(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
     return whole.scenes, whole.results
+
+
+def own_rounding(
+    small: nn.Module,
+    compiled: CompiledPlan,
+    scenes: Sequence[Scene],
+    expected: Sequence[Sequence[Result]],
+) -> list[dict[str, float]]:
+    """By how much the unsharded model differs from itself in each step, its sums reordered."""
+    own = [dict[str, float]() for _ in scenes]
+    for order in range(_ORDERS):
+        with by_itself(packages=True), Reordered(order):
+            again = Played(small, compiled).again(scenes)
+            for worst, everyones, results in zip(own, expected, again, strict=True):
+                for due, got in zip(everyones, results, strict=False):
+                    for name, error in errors(due, got, 0, 1):
+                        worst[name] = max(error, worst.get(name, 0.0))
+    return own
 
 
 def shares_experts(compiled: CompiledPlan) -> bool:

@@ -22,6 +22,10 @@ from tpplan.proof.calls import other_batch
 from tpplan.proof.noted import Notes, noting
 
 TOLERANCE = 1e-7
+ROUNDING = 1e-4
+"""What is beyond this is a mistake, whatever the model's own rounding is."""
+_TIMES = 10.0
+NO_ERRORS: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -206,12 +210,22 @@ def are_comparable(results: Iterable[Result]) -> bool:
     return True
 
 
-def worst(due: Result, got: Result, rank: int, tp: int) -> tuple[str, float] | None:
-    """The first thing that differs, and by how much; outputs before gradients."""
-    return next((found for found in _errors(due, got, rank, tp) if not found[1] <= TOLERANCE), None)
+def worst(
+    due: Result, got: Result, rank: int, tp: int, own: Mapping[str, float] = NO_ERRORS
+) -> tuple[str, float] | None:
+    """The first thing that differs, and by how much; outputs before gradients.
+
+    Args:
+        own: by how much the unsharded model differs from itself, its sums in another order.
+    """
+    for name, error in errors(due, got, rank, tp):
+        if not error <= max(TOLERANCE, min(_TIMES * own.get(name, 0.0), ROUNDING)):
+            return name, error
+    return None
 
 
-def _errors(due: Result, got: Result, rank: int, tp: int) -> Iterable[tuple[str, float]]:
+def errors(due: Result, got: Result, rank: int, tp: int) -> Iterable[tuple[str, float]]:
+    """What is compared, and by how much it differs."""
     for place, whole in due.outputs.items():
         if place in got.outputs:
             yield place, _error(whole, got.outputs[place], _largest(whole), rank, tp)
