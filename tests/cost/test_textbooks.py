@@ -24,7 +24,7 @@ TP, SEQUENCE = 8, 8192
 LAYERS, WIDTH, INNER, HEADS, KV_HEADS, VOCAB = 80, 8192, 28672, 64, 8, 128256
 STACK = "model.layers"
 # so that one worker has all of them: they share their dry runs
-pytestmark = pytest.mark.xdist_group("textbooks")
+pytestmark = [pytest.mark.xdist_group("textbooks"), pytest.mark.turns(4)]
 MODES = pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
 
 

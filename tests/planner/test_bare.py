@@ -19,6 +19,8 @@ from tests.ranks import Ranks
 from tests.rewrite import MODES
 from tpplan.planner import compile_plan
 
+pytestmark = pytest.mark.turns(4)
+
 RULES: Mapping[str, Any] = {
     "layers.*.mlp.wide": "colwise",
     "layers.*.mlp.narrow": {"style": "rowwise", "dim": 0},

@@ -33,6 +33,8 @@ from tpplan.planner import compile_plan
 from tpplan.planner.experts import ways
 from tpplan.proof import prove
 
+pytestmark = pytest.mark.turns(4)
+
 INPUT = torch.randn(2, 8, WIDTH)
 
 

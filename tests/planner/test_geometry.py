@@ -22,6 +22,8 @@ from tpplan.compiled import CompiledPlan
 from tpplan.layout import Part, Rows, rows_of
 from tpplan.planner import compile_plan
 
+pytestmark = pytest.mark.turns(4)
+
 INPUT = torch.zeros(2, 8, WIDTH)
 HEADS, KV, DIM = 8, 2, 4
 

@@ -9,6 +9,8 @@ import pytest
 import tpplan
 from tests.planner.inlined import INPUT, RULES, Block, Model, OfAttributes, OfInput
 
+pytestmark = pytest.mark.turns(4)
+
 
 def plan() -> dict[str, Any]:
     return {"tpplan": 1, "rules": RULES}

@@ -11,6 +11,8 @@ from torch import nn
 
 import tpplan
 
+pytestmark = pytest.mark.turns(4)
+
 WIDTH, HEAD = 32, 8
 INPUT = {"x": torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(0))}
 

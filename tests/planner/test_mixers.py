@@ -31,6 +31,8 @@ from tests.mixers import (
 from tests.planner.helpers import Stack, stream
 from tpplan.compiled import CompiledPlan
 
+pytestmark = pytest.mark.turns(4)
+
 Rules = Mapping[str, Any]
 
 

@@ -15,6 +15,8 @@ from torch import nn
 import tpplan
 from tests.planner.helpers import INNER, WIDTH, Layer, Stack, plan, refused, stream, wrong
 
+pytestmark = pytest.mark.turns(4)
+
 BOTH = pytest.mark.parametrize("sp", [False, True])
 
 

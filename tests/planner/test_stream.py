@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 import tpplan
 from tests.planner.helpers import INNER, WIDTH, Layer, Stack, refused, stream, wrong
 
+pytestmark = pytest.mark.turns(4)
+
 
 class Pair(NamedTuple):
     """A result with names."""

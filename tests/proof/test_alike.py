@@ -10,6 +10,8 @@ from torch import nn
 
 import tpplan
 
+pytestmark = pytest.mark.turns(4)
+
 PLAN: dict[str, Any] = {
     "tpplan": 1,
     "sequence_parallel": False,

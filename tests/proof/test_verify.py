@@ -23,6 +23,8 @@ from tpplan.proof import VerificationError, verify
 from tpplan.proof.verify import Verification, describe
 from tpplan.roles import linear
 
+pytestmark = pytest.mark.turns(4)
+
 SUBJECT = importlib.import_module("tpplan.proof.verify")  # the function has its module's name
 Change = Callable[[CompiledPlan], CompiledPlan]
 

@@ -15,6 +15,8 @@ from tests.models import FAMILIES, SHARDED_LOGITS, hf
 from tests.ranks import Ranks
 from tpplan.simulate import Recorder
 
+pytestmark = pytest.mark.turns(4)
+
 NONE = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 0}
 
 
