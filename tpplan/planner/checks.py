@@ -304,6 +304,23 @@ def _for_mixture(path: str, maker: str, giving: str) -> str:
     return f"put this code, a pooling perhaps, in a module with the style {REPLICATE.name}"
 
 
+def _stack_within(layers: Iterable[str], sums: Iterable[str]) -> str:
+    """What may be the stack instead of layers: the one module in each that all regions are in."""
+    within = {
+        (layer, ".".join([layer, *path.removeprefix(f"{layer}.").split(".")[:1]]))
+        for layer in layers
+        for path in sums
+        if path.startswith(f"{layer}.")
+    }
+    found = {(folded(layer), folded(inner)) for layer, inner in within}
+    if len(found) != 1 or not {inner for _, inner in within}.isdisjoint(sums):
+        return ""
+    ((layer, inner),) = found
+    return (
+        f"; or make the stack of what is in it, 'layers: {inner}' with '{layer}: {REPLICATE.name}'"
+    )
+
+
 def _check_stream(flow: Flow, complaints: Complaints) -> None:
     """What must hold where each rank has a part of the sequence."""
     rowless = {
@@ -311,8 +328,8 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
         for path, shape in flow.rowless.items()
     }
     complaints.by_rule(rowless, f"make it {REPLICATE.name}, which runs whole on every rank")
-    for path, maker in flow.mixed.items():
-        source = f" from {maker}" if maker else ""
+    for path, maker in _once(flow.mixed):
+        source = f" from {fold([maker])}" if maker else ""
         message = f"combines the sequence-sharded stream with a whole tensor{source}"
         giving = flow.giving.get(path, "")
         rule = complaints.matches.modules.get(maker or giving)
@@ -326,13 +343,14 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
     hint = f"give the module the style {rows} if it does, or {whole} to run it on all positions"
     own = {path: along.pop(path) for path in flow.inlined if path in along}
     rules = complaints.matches.modules
-    sums = [path for path, rule in rules.items() if named(rule.style).sums]
+    sums = {path for path, rule in rules.items() if named(rule.style).sums}
     around = {path for path in along if any(p.startswith(f"{path}.") for p in sums)} - own.keys()
     summing = {path: along.pop(path) for path in sorted(around)}
     here = f"{{style: {ATTENTION.name}, reduce: here}}, to run on all positions and be reduced once"
     complaints.by_rule(summing, f"give the module {here}; or {off}")
     move = "put this code in a module of the layer, and give that the style "
-    complaints.by_rule(own, f"{move}{whole} to run it on all positions; or {off}")
+    move += f"{whole} to run it on all positions{_stack_within(own, sums)}"
+    complaints.by_rule(own, f"{move}; or {off}")
     complaints.by_rule(along, f"{hint}; or {off}")
     _check_torn_stream(flow, off, complaints)
     norms = [path for path, rule in rules.items() if named(rule.style) is SEQUENCE_PARALLEL]
@@ -348,7 +366,8 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
             off,
         ),
         (
-            flow.flattened,
+            # where the layer's code mixes positions, that is to be mended first
+            [p for p in flow.flattened if not any(p.startswith(f"{path}.") for path in own)],
             "row-parallel output that does not have the stream's shape",
             f"give the module around it that is given the stream {here}; or {off}",
         ),
