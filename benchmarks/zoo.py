@@ -212,6 +212,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", {}),
     "roberta": ("RobertaForMaskedLM", {}),
     "modernbert": ("ModernBertForMaskedLM", {}),
+    "modernbert-pooled": ("ModernBertForSequenceClassification", {"num_labels": 8}),
     "vit": ("ViTForImageClassification", {"num_labels": 8}),
     "t5": ("T5ForConditionalGeneration", {}),
     "t5-gated": (

@@ -38,6 +38,7 @@ ABOVE_THE_FLOOR = {
     "zaya.yaml": "attention gathers the sequence for itself",
     "qwen4_exp.yaml": "the mixer after the last layer is given the whole sequence",
     "vit.yaml": "the class token is picked out of the whole sequence",
+    "modernbert_pooled.yaml": "the head pools the whole sequence",
     "t5.yaml": "the encoder's output is gathered, once for all layers and once for the caller",
     "bart.yaml": "the encoder's output is gathered, once for all layers and once for the caller",
     "whisper.yaml": "as bart.yaml; what is before the first layer stays whole",

@@ -143,6 +143,7 @@ def _teach(accelerate: Any) -> None:
     if not hasattr(kind, _TAUGHT):
         setattr(kind, _TAUGHT, True)
         _teach_accelerator(kind)
+        _teach_metrics(kind, accelerate.utils.operations.recursively_apply)
         _teach_parallelism(accelerate.ParallelismConfig)
 
 
@@ -192,6 +193,46 @@ def _teach_accelerator(kind: Any) -> None:
     kind.get_state_dict = whole
     kind.prepare, kind.prepare_model = models_first, as_it_is
     kind.prepare_data_loader, kind.save_state = in_one_order, of_whole_models
+
+
+def _teach_metrics(kind: Any, apply: Any) -> None:
+    """Have ``gather_for_metrics`` give every sample once: all ranks of a tp group have it.
+
+    Args:
+        apply: what accelerate maps a function over the tensors in a structure by.
+    """
+    for_metrics = kind.gather_for_metrics
+
+    @functools.wraps(for_metrics)
+    def once(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        tp = max((_tp(m) for m in self._models if isinstance(m, nn.Module)), default=1)
+        if tp == 1 or self.num_processes % tp:
+            return for_metrics(self, input_data, use_gather_object)
+
+        def of_first_ranks(tensor: torch.Tensor) -> torch.Tensor:
+            everyones: torch.Tensor = tensor.unflatten(0, (self.num_processes, -1))
+            return everyones[::tp].flatten(0, 1)
+
+        if use_gather_object or not _all_tensors(apply, input_data):
+            mine = [] if self.process_index % tp else input_data
+            return for_metrics(self, mine, use_gather_object=True)
+        gather = self.gather
+        self.gather = lambda data: apply(of_first_ranks, gather(data))
+        try:
+            return for_metrics(self, input_data)
+        finally:
+            del self.gather
+
+    kind.gather_for_metrics = once
+
+
+def _all_tensors(apply: Any, data: Any) -> bool:
+    """As accelerate asks, which gathers as Python objects what is not."""
+    try:
+        apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def _teach_parallelism(kind: Any) -> None:

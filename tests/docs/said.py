@@ -36,7 +36,7 @@ _HINTS = {
     "_about": 2,
 }
 # ... functions and classes elsewhere that make hints, and those that write reports
-_OTHERWISE = {"nearly", "_Cure", "looks_packed", "reasons", "describe"}
+_OTHERWISE = {"nearly", "_Cure", "looks_packed", "reasons", "describe", "_stack_within"}
 _WORDS, _ENOUGH = 3, 10
 
 

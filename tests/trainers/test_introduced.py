@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tpplan
 from tests.checkpoint.folders import shared_folder
-from tests.compare import Errors, Findings, beyond, compare_parameters, same
+from tests.compare import Errors, Findings, beyond, compare_parameters, error, same
 from tests.models import hf
 from tests.ranks import Ranks
 from tests.trainers.test_trainer import trainer
-from tests.trainers.training import BATCH, RATE, Texts, fresh, sharded
+from tests.trainers.training import BATCH, RATE, Texts, fresh, groups, sharded
 
 
 def config_job(mesh: DeviceMesh) -> Errors:
@@ -78,18 +78,58 @@ def test_saving(pair: Ranks) -> None:
 
 
 def evaluation_job(mesh: DeviceMesh) -> Errors:
+    """With a last batch that is smaller: each text counts once, whatever ranks have it."""
     fresh()
-    found = Findings()
+    found, texts, model = Findings(), Texts(5), hf().eval()
     made, _ = trainer(sharded(mesh, sp=True), shared_folder(), per_device_eval_batch_size=BATCH)
-    texts = Texts()
-    losses = [hf().eval()(**batch).loss.item() for batch in texts.batches(BATCH)]
-    right = sum(losses) / len(losses)
-    found.add("loss", abs(made.evaluate(texts)["eval_loss"] - right) / right)
+    made.compute_metrics = lambda had: {"texts": len(had.label_ids)}
+    with torch.no_grad():
+        sums = [len(b["labels"]) * model(**b).loss.item() for b in texts.batches(BATCH)]
+        logits = model(texts.ids).logits
+    told = made.evaluate(texts)
+    found.add("texts", same(told["eval_texts"] == len(texts)))
+    if groups(mesh) == 1:  # else a last batch is filled up with the first texts
+        right = sum(sums) / len(texts)
+        found.add("loss", abs(told["eval_loss"] - right) / right)
+    predicted = made.predict(texts)
+    found.add("labels", same(torch.equal(torch.as_tensor(predicted.label_ids), texts.labels)))
+    found.add("predictions", error(logits, torch.as_tensor(predicted.predictions)))
     return found.errors
 
 
 def test_evaluation(pair: Ranks) -> None:
     assert not beyond(pair.run(2, evaluation_job))
+
+
+def test_evaluation_of_several_groups(ranks: Ranks) -> None:
+    assert not beyond(ranks.run("2x2", evaluation_job))
+
+
+def metrics_job(mesh: DeviceMesh) -> Errors:
+    """What a loop of the user's own gathers: tensors, numbers, objects."""
+    from accelerate import Accelerator
+
+    fresh()
+    found, accelerator = Findings(), Accelerator(cpu=True)
+    loader = torch.utils.data.DataLoader(range(5), batch_size=3)
+    _, loader = accelerator.prepare(sharded(mesh, sp=False), loader)
+    tensors, objects, ends = [], [], []
+    for batch in loader:
+        tensors += accelerator.gather_for_metrics({"batch": batch})["batch"].tolist()
+        objects += accelerator.gather_for_metrics([str(n) for n in batch.tolist()])
+        ends.append(len(accelerator.gather(batch.sum())))
+    found.add("tensors", same(tensors == [*range(5)]))
+    found.add("objects", same(objects == [str(n) for n in range(5)]))
+    found.add("of every process", same(ends == [dist.get_world_size()] * len(ends)))
+    return found.errors
+
+
+def test_metrics(pair: Ranks) -> None:
+    assert not beyond(pair.run(2, metrics_job))
+
+
+def test_metrics_of_several_groups(ranks: Ranks) -> None:
+    assert not beyond(ranks.run("2x2", metrics_job))
 
 
 def message(call: Any) -> str:

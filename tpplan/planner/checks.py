@@ -349,8 +349,8 @@ def _check_stream(flow: Flow, complaints: Complaints) -> None:
     here = f"{{style: {ATTENTION.name}, reduce: here}}, to run on all positions and be reduced once"
     complaints.by_rule(summing, f"give the module {here}; or {off}")
     move = "put this code in a module of the layer, and give that the style "
-    move += f"{whole} to run it on all positions{_stack_within(own, sums)}"
-    complaints.by_rule(own, f"{move}; or {off}")
+    inner = _stack_within(own, sums)
+    complaints.by_rule(own, f"{move}{whole} to run it on all positions{inner}; or {off}")
     complaints.by_rule(along, f"{hint}; or {off}")
     _check_torn_stream(flow, off, complaints)
     norms = [path for path, rule in rules.items() if named(rule.style) is SEQUENCE_PARALLEL]
