@@ -210,7 +210,8 @@ def _teach_metrics(kind: Any, apply: Any) -> None:
             return for_metrics(self, input_data, use_gather_object)
 
         def of_first_ranks(tensor: torch.Tensor) -> torch.Tensor:
-            everyones: torch.Tensor = tensor.unflatten(0, (self.num_processes, -1))
+            each = len(tensor) // self.num_processes
+            everyones: torch.Tensor = tensor.unflatten(0, (self.num_processes, each))
             return everyones[::tp].flatten(0, 1)
 
         if use_gather_object or not _all_tensors(apply, input_data):

@@ -118,6 +118,8 @@ def metrics_job(mesh: DeviceMesh) -> Errors:
         tensors += accelerator.gather_for_metrics({"batch": batch})["batch"].tolist()
         objects += accelerator.gather_for_metrics([str(n) for n in batch.tolist()])
         ends.append(len(accelerator.gather(batch.sum())))
+    nothing = accelerator.gather_for_metrics(torch.zeros(0, 3))
+    found.add("nothing", same(nothing.shape == (0, 3)))
     found.add("tensors", same(tensors == [*range(5)]))
     found.add("objects", same(objects == [str(n) for n in range(5)]))
     found.add("of every process", same(ends == [dist.get_world_size()] * len(ends)))

@@ -36,8 +36,8 @@ from tpplan.proof.locate import Divergence, Seen, compare, rule_near, watched
 from tpplan.proof.miniature import miniature, misses, on_rank, unsharded
 from tpplan.proof.noted import Misstep
 from tpplan.proof.ranks import places_of, simulated
-from tpplan.proof.scenes import own_rounding, played
-from tpplan.proof.step import NO_ERRORS, ROUNDING, Result, Scene, parts_of, step, worst
+from tpplan.proof.scenes import played, rounding_of
+from tpplan.proof.step import ROUNDING, Result, Scene, parts_of, step, worst
 from tpplan.proof.stopped import Stopped, inlined
 from tpplan.rewrite import apply
 from tpplan.rewrite.world import broadcast
@@ -96,32 +96,25 @@ def prove_once(
 
 def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
     small, plan, scenes, expected = _staged(model, compiled, inputs)
-    first = _first(small, plan, scenes, expected, [NO_ERRORS] * len(scenes))
-    if first is not None and first.error <= ROUNDING:  # rarely it is no mistake
-        own = own_rounding(small, plan, scenes, expected)
-        first = _first(small, plan, scenes, expected, own)
-    if first is not None and first.misstep is not None:
-        raise _misstep(plan, first, first.misstep)
-    if first is not None:
-        raise _departed(small, plan, scenes, first)
 
+    def first(own: Sequence[Mapping[str, float]]) -> Finding | None:
+        """Where a rank departs first; ``own``: the unsharded model's rounding in each step."""
+        try:
+            found = simulated(plan, lambda mesh: _on_rank(mesh, small, plan, scenes, expected, own))
+        except Stopped as stopped:
+            raise _failed(plan, stopped.path, stopped.error) from stopped.error
+        except Exception as error:
+            raise _failed(plan, "", error) from error
+        departed = [finding for finding in found if finding is not None]
+        return min(departed, key=lambda f: scenes.index(f.scene), default=None)
 
-def _first(
-    small: nn.Module,
-    plan: CompiledPlan,
-    scenes: list[Scene],
-    expected: list[list[Result]],
-    own: Sequence[Mapping[str, float]],
-) -> Finding | None:
-    """Where a rank departs first; ``own``: the rounding of the unsharded model in each step."""
-    try:
-        found = simulated(plan, lambda mesh: _on_rank(mesh, small, plan, scenes, expected, own))
-    except Stopped as stopped:
-        raise _failed(plan, stopped.path, stopped.error) from stopped.error
-    except Exception as error:
-        raise _failed(plan, "", error) from error
-    departed = [finding for finding in found if finding is not None]
-    return min(departed, key=lambda f: scenes.index(f.scene), default=None)
+    finding = first([{}] * len(scenes))
+    if finding is not None and finding.error <= ROUNDING:  # rarely it is no mistake
+        finding = first(rounding_of(small, plan, scenes, expected))
+    if finding is not None and finding.misstep is not None:
+        raise _misstep(plan, finding, finding.misstep)
+    if finding is not None:
+        raise _departed(small, plan, scenes, finding)
 
 
 def _staged(

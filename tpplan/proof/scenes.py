@@ -149,7 +149,7 @@ def played(
     return whole.scenes, whole.results
 
 
-def own_rounding(
+def rounding_of(
     small: nn.Module,
     compiled: CompiledPlan,
     scenes: Sequence[Scene],

@@ -25,7 +25,6 @@ TOLERANCE = 1e-7
 ROUNDING = 1e-4
 """What is beyond this is a mistake, whatever the model's own rounding is."""
 _TIMES = 10.0
-NO_ERRORS: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ def are_comparable(results: Iterable[Result]) -> bool:
 
 
 def worst(
-    due: Result, got: Result, rank: int, tp: int, own: Mapping[str, float] = NO_ERRORS
+    due: Result, got: Result, rank: int, tp: int, own: Mapping[str, float]
 ) -> tuple[str, float] | None:
     """The first thing that differs, and by how much; outputs before gradients.
 
