@@ -12,16 +12,23 @@ from torch import nn
 import tpplan
 from tests.stacked import PLAN, Code, Layer, Stacked
 
-STEPS = 40
 WRONG = "computes something else than whole|columns of one rank are not enough"
 
 
-def chaotic(x: torch.Tensor) -> torch.Tensor:
-    """The logistic map: what is put in, off by 1e-16, is off by 1e-7 to 1e-5 after some steps."""
-    y = x.mean(-1, keepdim=True).sigmoid()
-    for _ in range(STEPS):
-        y = 3.9 * y * (1 - y)
-    return x * (1 + y)
+def iterated(steps: int) -> Code:
+    """The logistic map, which doubles what it is off by in every step."""
+
+    def chaotic(x: torch.Tensor) -> torch.Tensor:
+        y = x.mean(-1, keepdim=True).sigmoid()
+        for _ in range(steps):
+            y = 3.9 * y * (1 - y)
+        return x * (1 + y)
+
+    return chaotic
+
+
+chaotic = iterated(40)
+"""Put in off by 1e-16, off by 1e-7 to 1e-5 after it."""
 
 
 def leaning(by: float) -> Code:
@@ -46,6 +53,13 @@ def test_a_small_mistake_of_a_model_that_is_right_to_the_last_digit(by: float) -
 def test_a_mistake_of_one_that_is_not() -> None:
     with pytest.raises(tpplan.PlanError, match=WRONG):
         tpplan.check(model_of(leaning(1e-2), chaotic), PLAN, 2, sequence_parallel=False)
+
+
+def test_what_no_proof_can_tell() -> None:
+    """It is refused, and the refusal says why."""
+    with pytest.raises(tpplan.PlanError, match=WRONG) as error:
+        tpplan.check(model_of(F.gelu, iterated(60)), PLAN, 4, sequence_parallel=False)
+    assert "amplifies rounding" in str(error.value)
 
 
 class Last(torch.autograd.Function):

@@ -9,6 +9,7 @@ and every buffer must be the same, in float64.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from tpplan.proof.miniature import miniature, misses, on_rank, unsharded
 from tpplan.proof.noted import Misstep
 from tpplan.proof.ranks import places_of, simulated
 from tpplan.proof.scenes import played, rounding_of
-from tpplan.proof.step import ROUNDING, Result, Scene, parts_of, step, worst
+from tpplan.proof.step import ROUNDING, TIMES, Result, Scene, parts_of, step, worst
 from tpplan.proof.stopped import Stopped, inlined
 from tpplan.rewrite import apply
 from tpplan.rewrite.world import broadcast
@@ -108,13 +109,17 @@ def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
         departed = [finding for finding in found if finding is not None]
         return min(departed, key=lambda f: scenes.index(f.scene), default=None)
 
-    finding = first([{}] * len(scenes))
-    if finding is not None and finding.error <= ROUNDING:  # rarely it is no mistake
-        finding = first(rounding_of(small, plan, scenes, expected))
+    own = [dict[str, float]() for _ in scenes]
+    finding = first(own)
+    if finding is not None and math.isfinite(finding.error):  # rarely it is no mistake
+        own = rounding_of(small, plan, scenes, expected)
+        if finding.error <= ROUNDING:
+            finding = first(own)
     if finding is not None and finding.misstep is not None:
         raise _misstep(plan, finding, finding.misstep)
     if finding is not None:
-        raise _departed(small, plan, scenes, finding)
+        itself = own[scenes.index(finding.scene)].get(finding.what, 0.0)
+        raise _departed(small, plan, scenes, finding, itself)
 
 
 def _staged(
@@ -230,9 +235,17 @@ def _misstep(compiled: CompiledPlan, finding: Finding, found: Misstep) -> PlanEr
 
 
 def _departed(
-    small: nn.Module, compiled: CompiledPlan, scenes: Sequence[Scene], finding: Finding
+    small: nn.Module,
+    compiled: CompiledPlan,
+    scenes: Sequence[Scene],
+    finding: Finding,
+    itself: float,
 ) -> PlanError:
-    """What differs, and where it starts: found by running once more with every module watched."""
+    """What differs, and where it starts: found by running once more with every module watched.
+
+    Args:
+        itself: by how much the unsharded model differs there from itself, its sums reordered.
+    """
     steps = scenes[: scenes.index(finding.scene) + 1]
 
     def seen(model: nn.Module, place: int) -> list[Seen]:
@@ -272,7 +285,11 @@ def _departed(
         f"differs {finding.scene.what}, on rank {finding.rank}"
     )
     hint = inlined(compiled, path) or (
-        "its code does with a rank's part what needs the whole, or the plan cuts it otherwise than "
-        f"the code does; leave it out of the plan, or say '{REPLICATE.name}'; see docs/proved.md"
+        f"the unsharded model itself differs by {itself:.0e} there, its sums in another order: it "
+        "amplifies rounding, which no proof can tell from a mistake; see docs/proved.md"
+        if itself >= finding.error / TIMES
+        else "its code does with a rank's part what needs the whole, or the plan cuts it otherwise "
+        f"than the code does; leave it out of the plan, or say '{REPLICATE.name}'; see "
+        "docs/proved.md"
     )
     return PlanError([Diagnostic(message, rule.position, hint, about=(path,))])

@@ -24,7 +24,8 @@ from tpplan.proof.noted import Notes, noting
 TOLERANCE = 1e-7
 ROUNDING = 1e-4
 """What is beyond this is a mistake, whatever the model's own rounding is."""
-_TIMES = 10.0
+TIMES = 10.0
+"""Of the model's own rounding: what is below is no mistake."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def worst(
         own: by how much the unsharded model differs from itself, its sums in another order.
     """
     for name, error in errors(due, got, rank, tp):
-        if not error <= max(TOLERANCE, min(_TIMES * own.get(name, 0.0), ROUNDING)):
+        if not error <= max(TOLERANCE, min(TIMES * own.get(name, 0.0), ROUNDING)):
             return name, error
     return None
 
