@@ -50,10 +50,10 @@ PERMITTED: Mapping[str, str] = {
     "adapters": "comm roles checkpoint",
     "hf": "language styles planner shipped",
     "automatic": "language wrapping shipped suggestion",
-    "api": "compat language wrapping kernels comm compiled planner rewrite trainers "
+    "api": "observe compat language wrapping kernels comm compiled planner rewrite trainers "
     "adapters simulate cost shipped automatic render proof suggestion",
     "pretrained": "models wrapping checkpoint observe rewrite shipped api",
-    "cli": "version language models options planner progress completion shipped render "
+    "cli": "observe version language models options planner progress completion shipped render "
     "proof suggestion api",
     "__main__": "cli",
     "": "version",  # the package itself: it finds its rooms by their names

@@ -17,6 +17,7 @@ from tpplan.compiled import CompiledPlan
 from tpplan.kernels.launch import interpreted
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.language.styles import CHUNKED, SYMMETRIC, WAITING
+from tpplan.observe.examples import with_other_inputs
 from tpplan.planner import compile_plan
 from tpplan.planner.kernels import implementations
 from tpplan.planner.match import fold
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tpplan.simulate.optimizers import OptimizerSource
 
 
+@with_other_inputs
 def parallelize(
     model: nn.Module,
     plan: PlanSource,
@@ -97,6 +99,7 @@ def parallelize(
     return model
 
 
+@with_other_inputs
 def dry_run(
     model: nn.Module,
     plan: PlanSource,
@@ -159,6 +162,7 @@ def dry_run(
     return Report.of(cost.with_companions(model, setting, found) if compare else found)
 
 
+@with_other_inputs
 def advise(
     model: nn.Module,
     plan: PlanSource,
@@ -213,6 +217,7 @@ def advise(
     return Advice.of(cost.advise(model, setting, task, training, timed_on, told))
 
 
+@with_other_inputs
 def check(
     model: nn.Module,
     plan: PlanSource,
@@ -277,14 +282,14 @@ def _warn(compiled: CompiledPlan, mesh: DeviceMesh | None, device: str | None = 
     if mesh is not None and any(mesh.get_coordinate() or ()):
         return
     for message in idle(compiled, device):
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)
     unreached = [path for path, plan in compiled.modules.items() if plan.unreached]
     if unreached and compiled.tp * compiled.ep > 1:
         message = (
             f"{fold(unreached)}: no call came to it; it is sharded by its rule, and an error where "
             "it is run. To have it proved, add a call that comes to it to the list of inputs="
         )
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)
 
 
 def suggest(
@@ -315,6 +320,7 @@ def suggest(
     return find(model, tp, inputs, batch=batch, seq=seq, hardware=hardware, told=told).plan
 
 
+@with_other_inputs
 def verify(
     make_model: nn.Module | Callable[[], nn.Module],
     plan: PlanSource,

@@ -332,13 +332,15 @@ def _suggest(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     with _building(args) as progress:
         from tpplan.models import build
+        from tpplan.observe.examples import with_other_inputs
         from tpplan.planner import compile_plan
         from tpplan.render import explain
 
         model = build(args.model)
         progress.say(f"compiling {args.plan} onto it")
         plan, inputs = load_plan(args.plan, model), _inputs(args, model)
-        compiled = compile_plan(model, plan, args.tp, args.sequence_parallel, inputs=inputs)
+        how = args.tp, args.sequence_parallel
+        compiled = with_other_inputs(compile_plan)(model, plan, *how, inputs=inputs)
     try:
         print(explain(model, compiled, args.path))
     except KeyError:

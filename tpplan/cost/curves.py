@@ -31,7 +31,7 @@ def with_companions(
     refused: dict[str, str] = {}
 
     def run(name: str, changed: Setting) -> None:
-        how = (report.batch, report.seq, report.training)
+        how = (report.batch, report.seq or 1, report.training)
         # of other tps the page has curves alone, of memory as it was asked for
         both = changed.tp in (1, report.compiled.tp)
         try:

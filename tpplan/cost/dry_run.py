@@ -16,7 +16,7 @@ from tpplan.cost.pace import pace_of
 from tpplan.cost.run import DryRun
 from tpplan.language import FrozenMap, Plan, PlanError
 from tpplan.observe.caches import only_new_searched
-from tpplan.observe.calls import Call, call_for
+from tpplan.observe.calls import Call, call_for, shape_of
 from tpplan.planner import compile_plan
 from tpplan.planner.known import Known
 from tpplan.planner.match import match
@@ -116,7 +116,8 @@ def dry_run(
         found = compiled, whole(training), _other(whole, training) if both else None
     compiled, run, other = found
     name, buffers = type(model).__name__, sum(b.nbytes for b in model.buffers())
-    return DryRun(name, compiled, batch, seq, buffers, training, run, other, executed, timed_on)
+    size = shape_of(call)
+    return DryRun(name, compiled, *size, buffers, training, run, other, executed, timed_on)
 
 
 def _stacks(compiled: CompiledPlan) -> tuple[str, ...]:

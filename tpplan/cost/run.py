@@ -21,7 +21,8 @@ class DryRun:
     """A dry run.
 
     Attributes:
-        model: the model's class; compiled: its plan; batch, seq: the shape it was run with.
+        model: the model's class; compiled: its plan; batch, seq: the shape it was run with;
+            seq is None of inputs without positions, as images.
         buffers: bytes of the model's buffers.
         training: how it was trained; run: one training step of the first rank.
         other: the same with activation checkpointing where ``run`` is without, and without where
@@ -35,7 +36,7 @@ class DryRun:
     model: str
     compiled: CompiledPlan
     batch: int
-    seq: int
+    seq: int | None
     buffers: int
     training: Training
     run: Execution
@@ -44,6 +45,11 @@ class DryRun:
     hardware: Hardware = field(default_factory=lambda: load_hardware(DEFAULT))
     companions: tuple[DryRun, ...] = ()
     refused: Mapping[str, str] = FrozenMap()
+
+    @property
+    def size(self) -> str:
+        """Of what it was called with, in words."""
+        return f"batch {self.batch}" + (f", sequence {self.seq}" if self.seq else "")
 
     @property
     def steps(self) -> Sequence[Step]:

@@ -14,6 +14,8 @@ from tpplan.language import Diagnostic, PlanError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 BATCH, LENGTH = 2, 8
+GIVE_INPUTS = "give inputs= with which the model's forward can be called"
+"""The advice where a model does not run on what was made for it."""
 _ROUTED, _LOGITS = "output_router_logits", "router_logits"
 _SHORT = 64
 _IMAGE, _SAMPLES, _FRAMES = 64, 4000, 64  # where a config has none
@@ -141,6 +143,19 @@ def drawn_ids(model: nn.Module, calls: Sequence[Call], inputs: Any) -> Sequence[
 def call_for(model: nn.Module, inputs: Any, batch: int = BATCH, length: int = LENGTH) -> Call:
     """The first of them, for what is measured of one call."""
     return calls_for(model, inputs, batch, length)[0]
+
+
+def shape_of(call: Call) -> tuple[int, int | None]:
+    """How many samples are in a call, and how long their sequences are.
+
+    The length is that of the last token ids, a decoder's beside an encoder's input, else of
+    activations (batch, sequence, width); None of what has no positions yet, as images.
+    """
+    tensors = [t for t in tree_leaves(call) if isinstance(t, torch.Tensor) and t.dim()]
+    ids = [t for t in tensors if t.dtype == torch.long and t.dim() > 1]
+    wide = [t for t in tensors if t.is_floating_point() and t.dim() == 3]
+    length = ids[0].size(-1) if ids else wide[0].size(1) if wide else None
+    return (int(tensors[0].size(0)) if tensors else 1), length
 
 
 def in_float32(call: Any) -> Any:

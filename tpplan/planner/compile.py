@@ -12,7 +12,7 @@ from tpplan.compat import FakeTensorMode, NeedsValuesError, one_thread
 from tpplan.compiled import CompiledPlan, Element, Spread
 from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.calls import Call, calls_for, drawn_ids, routed
+from tpplan.observe.calls import GIVE_INPUTS, Call, calls_for, drawn_ids, routed
 from tpplan.observe.chance import dropouts, same_randomness
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.gated import gated_norms
@@ -300,9 +300,7 @@ class _Compiler(Outcome):
 
     def cannot_run(self, error: Exception) -> PlanError:
         message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
-        hint = "give inputs= with which the model's forward can be called"
-        if kind_of(error) is Stop.NUMBERS:
-            hint = WITHOUT_NUMBERS
+        hint = WITHOUT_NUMBERS if kind_of(error) is Stop.NUMBERS else GIVE_INPUTS
         position, place = self.plan.rules[0].position, stopped_at(place_of(error))
         return PlanError([Diagnostic(message, position, hint, place)])
 

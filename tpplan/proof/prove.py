@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.compat import one_thread, quiet, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.calls import calls_for, shortened
+from tpplan.observe.calls import GIVE_INPUTS, calls_for, shortened
 from tpplan.observe.chance import same_randomness
 from tpplan.observe.untouched import by_itself, nothing_kept
 from tpplan.planner.closures import led_by_closures
@@ -143,9 +143,8 @@ def _staged(
             continue
         return small, plan, scenes, expected
     message = f"the model cannot be run on random numbers: {type(failure).__name__}: {failure}"
-    hint = "give inputs= with which the model's forward can be called"
     position = compiled.plan.rules[0].position
-    raise PlanError([Diagnostic(message, position, hint)]) from failure
+    raise PlanError([Diagnostic(message, position, GIVE_INPUTS)]) from failure
 
 
 def _on_rank(

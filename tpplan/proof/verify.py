@@ -20,7 +20,7 @@ from torch import nn
 
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
-from tpplan.observe.calls import Call, calls_for, in_float32, random_ids, routed
+from tpplan.observe.calls import GIVE_INPUTS, Call, calls_for, in_float32, random_ids, routed
 from tpplan.observe.shadow import not_copied
 from tpplan.observe.untouched import as_before
 from tpplan.planner import compile_plan
@@ -188,7 +188,7 @@ def verify(
         )
     for message in checks[0].idle:
         if all(message in check.idle for check in checks):
-            warnings.warn(message, stacklevel=3)
+            warnings.warn(message, stacklevel=4)
     return Verification(type(made).__name__, plan.name, tp, checks, note, tolerance, ep)
 
 
@@ -220,7 +220,11 @@ def _reference(model: nn.Module, call: Call, drawn: bool, seed: int) -> Referenc
     called: set[str] = set()
     for path, module in twin.named_modules():
         module.register_forward_pre_hook(lambda *_, path=path: called.add(path))  # type: ignore[misc]
-    outputs, gradients = differentiate(twin, call, seed)
+    try:
+        outputs, gradients = differentiate(twin, call, seed)
+    except Exception as error:
+        message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
+        raise PlanError([Diagnostic(message, hint=GIVE_INPUTS)]) from error
     return Reference(fresh, call, seed, outputs, gradients, frozenset(called))
 
 

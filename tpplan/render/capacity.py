@@ -171,7 +171,7 @@ def _curves(report: DryRun, runs: Sequence[DryRun]) -> list[Html]:
             peaks.append(charts.Line(class_, f"{word} activation checkpointing", points))
     lead = tag(
         "p",
-        f"Batch {report.batch}, sequence {report.seq}, {mode(report)}, on {report.hardware.name} "
+        f"{report.size.capitalize()}, {mode(report)}, on {report.hardware.name} "
         f"with {report.hardware.node} GPUs in a node. Time and memory have logarithmic scales, on "
         "which halving with each doubling of tp is a straight line.",
     )

@@ -111,7 +111,7 @@ def _header(report: DryRun) -> Html:
         ("tp", report.compiled.tp),
         *([("ep", report.compiled.ep)] if report.compiled.ep > 1 else []),
         ("batch", report.batch),
-        ("sequence", report.seq),
+        *([("sequence", report.seq)] if report.seq else []),
         ("hardware", f"{hardware.name} ({hardware.description})"),
     )
     shown = (tag("li", f"{name} ", tag("b", value)) for name, value in facts)
@@ -289,7 +289,8 @@ def _command(report: DryRun) -> str:
     compiled = report.compiled
     parts = ["tpplan", "dry-run", _named(compiled.plan), "--model", "CONFIG"]
     parts += ["--ep", str(compiled.ep)] if compiled.ep > 1 else []
-    parts += ["--tp", str(compiled.tp), "--batch", str(report.batch), "--seq", str(report.seq)]
+    parts += ["--tp", str(compiled.tp), "--batch", str(report.batch)]
+    parts += ["--seq", str(report.seq)] if report.seq else []
     if compiled.tp > 1 and compiled.sequence_parallel != compiled.plan.sequence_parallel:
         parts.append(f"--{'' if compiled.sequence_parallel else 'no-'}sequence-parallel")
     parts += _training_options(report.training)

@@ -42,7 +42,7 @@ def _title(report: DryRun) -> Text:
     mode = "TP+SP" if report.compiled.sequence_parallel else "TP"
     return Text(
         f"{report.model} · plan {report.compiled.plan.name} · {mode}, {ranks(report.compiled)} · "
-        f"batch {report.batch}, sequence {report.seq}",
+        f"{report.size}",
         style="bold",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from tpplan.cost.hardware import HardwareSource
 from tpplan.language import Diagnostic, FrozenMap, Plan, PlanError
 from tpplan.language.styles import ROWS
 from tpplan.models import RUNNABLE, ModelError, made_runnable, size_of
+from tpplan.observe.calls import call_for, shape_of
+from tpplan.observe.examples import with_other_inputs
 from tpplan.observe.untouched import as_before
 from tpplan.planner import compile_plan
 from tpplan.proof import Verification, VerificationError, verify
@@ -58,6 +61,7 @@ class Suggestion:
     without: str
 
 
+@functools.partial(with_other_inputs, sized=False)
 def find(
     model: nn.Module,
     tp: int,
@@ -81,6 +85,9 @@ def find(
     """
     if tp < 2:
         raise PlanError([Diagnostic(f"a plan is suggested for at least 2 ranks, not {tp}")])
+    if inputs is not None:
+        batch, length = shape_of(call_for(model, inputs))
+        seq = length or seq
     task = Task(tp, batch, seq, load_hardware(hardware or DEFAULT), inputs)
     # whatever the caller does with the model itself
     with one_thread(), torch.enable_grad(), as_before(model):

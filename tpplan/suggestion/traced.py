@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from tpplan.compat import FakeTensorMode, NeedsValuesError
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.calls import Call, calls_for, drawn_ids
+from tpplan.observe.calls import GIVE_INPUTS, Call, calls_for, drawn_ids
 from tpplan.observe.chance import same_randomness
 from tpplan.observe.shadow import computing_shadow_of, shadow_of
 from tpplan.observe.trace import Numbers, Trace, record
@@ -86,5 +86,4 @@ def _stable(
 
 def _cannot_run(error: Exception) -> PlanError:
     message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
-    hint = "give inputs= with which the model's forward can be called"
-    return PlanError([Diagnostic(message, hint=hint)])
+    return PlanError([Diagnostic(message, hint=GIVE_INPUTS)])
