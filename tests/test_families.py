@@ -12,6 +12,7 @@ from torch import nn
 
 import tpplan
 from tests.rewrite import MODES
+from tpplan.planner import speaks_of_all
 from tpplan.shipped import shipped_plans
 
 SIZES: dict[str, Any] = {
@@ -24,6 +25,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 32}
+OF_A_SIDE = {"layers": 2, "ffn_dim": 64, "attention_heads": 4}
 # class -> its config, and what is left whole
 MODELS: Mapping[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "LlamaForSequenceClassification": ("Llama", {"num_key_value_heads": 2}, ("score",)),
@@ -64,6 +66,19 @@ def test_proved(name: str, sp: bool) -> None:
     assert whole.issuperset(MODELS[name][2])
     sharded = [p for p in compiled.parameters.values() if p.placement.is_shard() or p.rule is None]
     assert sharded
+
+
+@pytest.mark.turns(24)
+def test_layers_that_the_plan_of_the_family_does_not_speak_of() -> None:
+    """A search finds one that does: the encoder's attention is of other modules."""
+    sizes = {f"{side}_{of}": n for side in ("encoder", "decoder") for of, n in OF_A_SIDE.items()}
+    config = transformers.BigBirdPegasusConfig(
+        d_model=32, vocab_size=64, attention_type="original_full", **sizes
+    )
+    model = transformers.BigBirdPegasusModel(config)
+    assert not speaks_of_all(model, tpplan.load_plan("auto", model))
+    with pytest.warns(UserWarning, match="no shipped plan is for BigBirdPegasusModel"):
+        assert tpplan.check(model, "auto", 2).sequence_parallel
 
 
 def test_another_stack_of_the_same_file() -> None:

@@ -49,7 +49,7 @@ PERMITTED: Mapping[str, str] = {
     "pipelines": "comm roles",
     "adapters": "comm roles checkpoint",
     "hf": "language styles planner shipped",
-    "automatic": "language wrapping shipped suggestion",
+    "automatic": "language wrapping shipped planner suggestion",
     "api": "observe compat language wrapping kernels comm compiled planner rewrite trainers "
     "adapters simulate cost shipped automatic render proof suggestion",
     "pretrained": "models wrapping checkpoint observe rewrite shipped api",

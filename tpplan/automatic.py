@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tpplan.language import Diagnostic, Plan, PlanError
+from tpplan.planner import speaks_of_all
 from tpplan.shipped import PlanSource, load_plan
 from tpplan.wrapping import adapted_model
 
@@ -22,6 +23,8 @@ def plan_for(
 ) -> Plan:
     """The plan that is meant; of "auto" a suggestion, where no shipped plan is the model's.
 
+    One of its family is, if that speaks of all of its layers.
+
     Args:
         sequence_parallel: what is asked of the plan.
 
@@ -30,7 +33,11 @@ def plan_for(
     """
     inner = adapted_model(model)
     try:
-        return load_plan(plan, inner)
+        loaded = load_plan(plan, inner)
+        listed = plan != "auto" or inner is not model or type(model).__name__ in loaded.models
+        if listed or speaks_of_all(model, loaded):
+            return loaded
+        missing = PlanError([Diagnostic(f"no shipped plan lists {type(model).__name__}")])
     except PlanError as error:
         if plan != "auto" or inner is not model:
             raise

@@ -53,13 +53,24 @@ def broken_plan() -> tuple[nn.Module, dict[str, Any]]:
     return model(), {"plan": {"tpplan": 1, "rules": {"0": "colwise", "3": "rowwise"}}}
 
 
+class Unrunnable(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such inputs")
+
+
+def does_not_run() -> tuple[nn.Module, dict[str, Any]]:
+    """What else it might be run on is not tried by one rank alone, for which others would wait."""
+    return Unrunnable(*model()), {"inputs": None}
+
+
 CASES: dict[Callable[[], tuple[nn.Module, dict[str, Any]]], str] = {
     other_model: r"rank 1 .*parameter 0.weight is \(32, 8\) torch.float32 trained, on rank 0 \(16",
     other_dtype: r"rank 1 .*parameter 0.weight is \(16, 8\) torch.bfloat16",
     frozen: r"rank 1 .*parameter 2.weight is .* frozen, on rank 0 .* trained",
     other_plan: r"rank 1 .*module 0 is replicate \[\], on rank 0 colwise",
     other_options: r"rank 1 .*prove is False, on rank 0 True",
-    broken_plan: r"rank 1 .*stopped with PlanError|matches no module",
+    broken_plan: r"rank 1 .*stopped with PlanError: .*matches no module",
+    does_not_run: r"rank 1 .*stopped with PlanError: .*no such inputs",
 }
 
 

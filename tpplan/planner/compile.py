@@ -85,6 +85,12 @@ def compile_plan(
         return compiler.result()
 
 
+def speaks_of_all(model: nn.Module, plan: Plan) -> bool:
+    """Whether the rules of a plan speak of every matrix of a model."""
+    mentioned = _Compiler(model, plan, 2, None, 1, Known()).placing.mentioned
+    return all(p.dim() < 2 or name in mentioned for name, p in model.named_parameters())
+
+
 class _Compiler(Outcome):
     """Finds it all, step by step."""
 
@@ -122,12 +128,7 @@ class _Compiler(Outcome):
             checks.say_no_experts(self.ep, self.complaints)
         if self.tp > 1:
             parameters = dict(self.model.named_parameters())
-            mentioned = {
-                names[0]
-                for names in self.placing.names.values()
-                if any(self.placing.mentions(name) for name in names)
-            }
-            checks.check_unmentioned(parameters, mentioned, self.complaints)
+            checks.check_unmentioned(parameters, self.placing.mentioned, self.complaints)
         self.kernels = implementations(self.plan.kernels, kernels)
 
     # --- what a trace shows

@@ -96,6 +96,13 @@ class Placing:
             for path in around
         )
 
+    @property
+    def mentioned(self) -> set[str]:
+        """The parameters, by their first names, of which a rule speaks."""
+        return {
+            names[0] for names in self.names.values() if any(self.mentions(name) for name in names)
+        }
+
     def list_of(self, parameter: str) -> str | None:
         """The list with a module for each head that a parameter is in."""
         return next((path for path in self.lists if parameter.startswith(f"{path}.")), None)

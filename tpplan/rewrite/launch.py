@@ -33,8 +33,7 @@ def agreed(
         options: further words of the call that ranks must agree on.
 
     Raises:
-        ValueError: on the ranks that did not fail, where another one did; on all, where they
-            differ, with what differs.
+        ValueError: on all, where one fails, or where they differ, with what differs.
     """
     if mesh is None or mesh.size() == 1 or dist.get_backend(mesh.get_group(0)) == "fake":
         return compile_plan()
@@ -48,11 +47,13 @@ def agreed(
     told = f"{type(failed).__name__}: {failed}" if failed is not None else None
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     everyone = _everyones((told, digest), mesh)
-    if failed is not None:
+    failures = [said for said, _ in everyone]
+    if failed is not None and len(set(failures)) == 1:
         raise failed
-    for rank, (told, _) in enumerate(everyone):
-        if told is not None:
-            raise ValueError(f"{_named(rank, mesh)} stopped with {told}")
+    for rank, said in enumerate(failures):
+        if said is not None:
+            # no PlanError: what is tried where a plan fails would be tried on one rank alone
+            raise ValueError(f"{_named(rank, mesh)} stopped with {said}") from failed
     if any(other != digest for _, other in everyone):
         _raise_difference(_everyones(facts, mesh), mesh)
     return compiled
