@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +47,25 @@ KINDS = {"stream": as_stream, "logits": as_logits}
 def same(t: torch.Tensor) -> torch.Tensor:
     """What is whole already."""
     return t
+
+
+def handed_out_job(mesh: DeviceMesh, kind: str, size: int) -> Errors:
+    wrap, shape, dim = KINDS[kind](mesh, size)
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    rows = split(whole, dim, stream_of(mesh).source.transition)
+    x = wrap(rows.requires_grad_())
+    with pytest.raises(RuntimeError, match="requires grad"):
+        x.numpy()
+    taken = x.detach().cpu()
+    arrays = {"numpy": taken.numpy(), "asarray": np.asarray(taken), "tolist": taken.tolist()}
+    return {name: error(whole, torch.as_tensor(array)) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_handed_out(ranks: Ranks, kind: str) -> None:
+    """To numpy and to Python, as metrics take them."""
+    for found in ranks.run(2, handed_out_job, kind, 7):
+        assert not any(found.values()), found
 
 
 def objective(outputs: list[torch.Tensor]) -> torch.Tensor:

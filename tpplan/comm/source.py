@@ -133,6 +133,14 @@ class Rooted(DTensor):
             self._tpplan_writes = Writes()
         return self._tpplan_writes
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole as numpy has it, on every rank."""
+        return self.full_tensor().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The whole as Python's numbers, on every rank."""
+        return self.full_tensor().tolist()
+
 
 def wrapped(rows: torch.Tensor, source: Source, spec: compat.DTensorSpec) -> Rooted:
     """``rows`` of this rank as a tensor of the shape in ``spec``; outside autograd."""
