@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 
 import numpy as np
@@ -57,13 +58,22 @@ def handed_out_job(mesh: DeviceMesh, kind: str, size: int) -> Errors:
     with pytest.raises(RuntimeError, match="requires grad"):
         x.numpy()
     taken = x.detach().cpu()
-    arrays = {"numpy": taken.numpy(), "asarray": np.asarray(taken), "tolist": taken.tolist()}
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False).detach()
+    arrays = {
+        "saved": loaded.full_tensor(),
+        "numpy": taken.numpy(),
+        "asarray": np.asarray(taken),
+        "tolist": taken.tolist(),
+    }
     return {name: error(whole, torch.as_tensor(array)) for name, array in arrays.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_handed_out(ranks: Ranks, kind: str) -> None:
-    """To numpy and to Python, as metrics take them."""
+    """To a file, to numpy and to Python, as metrics take them."""
     for found in ranks.run(2, handed_out_job, kind, 7):
         assert not any(found.values()), found
 

@@ -133,6 +133,15 @@ class Rooted(DTensor):
             self._tpplan_writes = Writes()
         return self._tpplan_writes
 
+    def __getstate__(self) -> Any:
+        """What is saved of it: as of any DTensor; what it has of its process is made anew."""
+        if self._tpplan_writes is not None:
+            self._tpplan_writes.ahead()
+        state: Any = super().__getstate__()
+        attributes, slots = state
+        kept = {n: v for n, v in attributes.items() if not n.startswith("_tpplan")}
+        return kept, slots
+
     def numpy(self, *, force: bool = False) -> Any:
         """The whole as numpy has it, on every rank."""
         return self.full_tensor().numpy(force=force)
