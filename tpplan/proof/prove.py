@@ -27,6 +27,7 @@ from tpplan.observe.calls import GIVE_INPUTS, calls_for, shortened
 from tpplan.observe.chance import same_randomness
 from tpplan.observe.untouched import by_itself, nothing_kept
 from tpplan.planner.closures import led_by_closures
+from tpplan.planner.known import Known
 from tpplan.planner.match import fold
 from tpplan.planner.stops import line_of, place_of, stopped_at
 from tpplan.proof.calls import length_of
@@ -56,11 +57,14 @@ class Finding:
     misstep: Misstep | None = None
 
 
-def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
+def prove(
+    model: nn.Module, compiled: CompiledPlan, inputs: Any = None, known: Known | None = None
+) -> None:
     """Run ``compiled`` on simulated ranks and compare; ``model`` is not changed.
 
     Args:
         inputs: a call the model accepts, where token ids are not one, or a list of calls.
+        known: of other plans for the model, what it was found to need to be run.
 
     Raises:
         PlanError: naming what differs first, and the rule that is likely to blame.
@@ -71,7 +75,7 @@ def prove(model: nn.Module, compiled: CompiledPlan, inputs: Any = None) -> None:
     kept = nothing_kept(model, lambda t: t.dtype in wide)
     with same_randomness(0), one_thread(), kept, quiet(), unfused():
         try:
-            _prove(model, compiled, inputs)
+            _prove(model, compiled, inputs, known or Known())
         except PlanError as error:
             raise led_by_closures(model, error) from error.__cause__
 
@@ -95,8 +99,8 @@ def prove_once(
         raise PlanError(told)
 
 
-def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
-    small, plan, scenes, expected = _staged(model, compiled, inputs)
+def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any, known: Known) -> None:
+    small, plan, scenes, expected = _staged(model, compiled, inputs, known)
 
     def first(own: Sequence[Mapping[str, float]]) -> Finding | None:
         """Where a rank departs first; ``own``: the unsharded model's rounding in each step."""
@@ -123,7 +127,7 @@ def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any) -> None:
 
 
 def _staged(
-    model: nn.Module, compiled: CompiledPlan, inputs: Any
+    model: nn.Module, compiled: CompiledPlan, inputs: Any, known: Known
 ) -> tuple[nn.Module, CompiledPlan, list[Scene], list[list[Result]]]:
     """The smallest model that runs: some code reads the weight of another module, or a layer's."""
     failure: Exception | None = None
@@ -132,7 +136,10 @@ def _staged(
     # some code takes inputs of one size only: speech, of which all frames are encoded
     sizes = (short,) if all(a is b for a, b in zip(short, calls, strict=True)) else (short, calls)
     smaller = ((True, True), (False, True), (False, False))
-    for each, (skip, thin) in itertools.product(sizes, smaller):
+    stages = list(itertools.product(sizes, smaller))
+    first = known.any_plan.once((model, inputs), "stage", lambda: [0])  # the one that ran
+    for stage in (*range(first[0], len(stages)), *range(first[0])):
+        each, (skip, thin) = stages[stage]
         try:
             small, plan = miniature(model, compiled, skip, thin)
             scenes, expected = played(model, small, compiled, each, inputs is None)
@@ -141,6 +148,7 @@ def _staged(
             continue
         if misses(small):  # which fails, or is left out, in some of the steps
             continue
+        first[0] = stage
         return small, plan, scenes, expected
     message = f"the model cannot be run on random numbers: {type(failure).__name__}: {failure}"
     position = compiled.plan.rules[0].position

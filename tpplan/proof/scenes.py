@@ -46,8 +46,23 @@ class Played:
         self._plain = frozenset[str]()
         self._twins = self._fresh()
 
-    def play(self, scene: Scene) -> bool:
-        """Take the step; whether it gave finite numbers, which others are compared with."""
+    def must_play(self, scene: Scene) -> bool:
+        """Take the step; whether it gave finite numbers, which others are compared with.
+
+        Without gradients of inputs of which the model takes none, as counted masks, and sounds
+        that it says itself to need gradients of.
+        """
+        try:
+            return self._play(scene)
+        except RuntimeError:
+            names = frozenset(leaves_of(scene.call)[2])
+            if not self._runs(scene, names):
+                raise
+            self._plain |= {n for n in names if not self._runs(scene, names - {n})}
+            self._twins = self._fresh()
+            return self._play(scene)
+
+    def _play(self, scene: Scene) -> bool:
         scene = replace(scene, plain=self._plain)
         found = self._everyones(self._twins, scene, len(self.scenes))
         if found:
@@ -55,31 +70,19 @@ class Played:
             self.results.append(found)
         return bool(found)
 
-    def must_play(self, scene: Scene) -> bool:
-        """The same, without gradients of inputs of which the model takes none, as counted masks."""
-        try:
-            return self.play(scene)
-        except RuntimeError:
-            names = frozenset(leaves_of(scene.call)[2])
-            self._plain = frozenset(n for n in names if not self._runs(scene.call, names - {n}))
-            if not self._plain:
-                raise
-            self._twins = self._fresh()
-            return self.play(scene)
-
-    def _runs(self, call: Call, plain: frozenset[str]) -> bool:
-        args, kwargs, _ = leaves_of(call, plain)
+    def _runs(self, scene: Scene, plain: frozenset[str]) -> bool:
+        args, kwargs, _ = leaves_of(scene.call, plain)
         try:
             with exact(), by_itself(packages=True):
-                unsharded(self.small)(*args, **kwargs)
-        except RuntimeError:
+                unsharded(self.small).train(scene.training)(*args, **kwargs)
+        except Exception:
             return False
         return True
 
     def may_play(self, scene: Scene) -> bool:
         """Take the step unless the model refuses it: then no user does."""
         try:
-            played = self.play(scene)
+            played = self.must_play(scene)
         except Exception:
             played = False
         if not played:  # the ranks will not, and code may count its calls

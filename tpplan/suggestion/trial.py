@@ -30,7 +30,7 @@ def examine(
     """
     known = memory.of_another_plan()
     compiled = compile_plan(model, plan, tp, sequence_parallel, inputs=inputs, known=known)
-    prove(model, compiled, inputs)
+    prove(model, compiled, inputs, known)
 
 
 def first_line(error: PlanError) -> str:
