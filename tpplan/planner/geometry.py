@@ -311,11 +311,13 @@ class Geometry:
                 had.add((where, name))
                 try:
                     expression = Expression(str(text))
+                    if known == Heads() and not expression.names.isdisjoint(_COUNTS):
+                        self._say(path, f"{name}: its heads were not seen", where, _UNSEEN)
+                        continue
                     computed = expression.evaluate(whole)
                     per_rank = expression.evaluate(local)
                 except ExpressionError as error:
-                    hint = _UNSEEN if known == Heads() else None
-                    self._say(path, f"{name}: {error}", where, hint)
+                    self._say(path, f"{name}: {error}", where)
                     continue
                 if computed != present:
                     message = f"'{text}' is {computed}, but {name} is {present}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,12 @@ def prove_once(
 
 def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any, known: Known) -> None:
     small, plan, scenes, expected = _staged(model, compiled, inputs, known)
+    if not any(scene.training for scene in scenes):
+        message = (
+            f"{type(model).__name__}: no step in training was compared; it gives no numbers, or "
+            "none that are finite, on random inputs"
+        )
+        warnings.warn(f"{message}. Give inputs= on which it does", stacklevel=2)
 
     def first(own: Sequence[Mapping[str, float]]) -> Finding | None:
         """Where a rank departs first; ``own``: the unsharded model's rounding in each step."""

@@ -59,3 +59,15 @@ def test_right() -> None:
 def test_a_mistake_in_training() -> None:
     with pytest.raises(tpplan.PlanError, match=r"the gradient of .* differs in training"):
         checked(Listening(True))
+
+
+class Infinite(Listening):
+    """Of which no step in training gives numbers that could be compared."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (0.0 if not self.training else (x * 0).log().sum())
+
+
+def test_no_step_in_training_is_said() -> None:
+    with pytest.warns(UserWarning, match="no step in training was compared"):
+        checked(Infinite(False))
