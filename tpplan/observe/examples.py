@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpplan.language import PlanError
 from tpplan.observe.calls import BATCH, GIVE_INPUTS, LENGTH, example_inputs, random_ids
@@ -74,6 +74,8 @@ def other_inputs(
         generator = torch.Generator().manual_seed(0)
         return random_ids(model, example_inputs(model, batch, length or LENGTH), generator)
 
+    if not any(map(_are_ids, tree_leaves(example_inputs(model)))):
+        return
     ends = getattr(getattr(model, "config", None), "eos_token_id", None)
     end = ends[0] if isinstance(ends, list) and ends else ends
     if isinstance(end, int):
@@ -81,6 +83,10 @@ def other_inputs(
     yield _changed(ids(batch or BATCH), _with_choices)
     if batch is None:
         yield _changed(ids(1), lambda t: t)
+
+
+def _are_ids(t: torch.Tensor) -> bool:
+    return t.dtype == torch.long and t.dim() == 2
 
 
 def _ended(ids: torch.Tensor, end: int) -> torch.Tensor:
@@ -97,7 +103,7 @@ def _changed(call: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The call with its ids changed: the keyword arguments, or else the positional ones."""
 
     def changed(t: torch.Tensor) -> torch.Tensor:
-        return change(t) if t.dtype == torch.long and t.dim() == 2 else t
+        return change(t) if _are_ids(t) else t
 
     args, kwargs = tree_map_only(torch.Tensor, changed, call)
     return kwargs or args
