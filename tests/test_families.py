@@ -69,6 +69,24 @@ def test_proved(name: str, sp: bool) -> None:
 
 
 @pytest.mark.turns(24)
+def test_a_table_that_another_stack_has_too() -> None:
+    """The encoder, of which no rule speaks, looks up in the decoder's table: cut as that is."""
+    config = transformers.ProphetNetConfig(
+        hidden_size=32,
+        vocab_size=64,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        num_encoder_attention_heads=4,
+        num_decoder_attention_heads=4,
+    )
+    compiled = tpplan.check(transformers.ProphetNetModel(config), "auto", 2)
+    assert compiled.modules["encoder.word_embeddings"].style == "vocab"
+    assert compiled.modules["encoder.layers"].style == "replicate"
+
+
+@pytest.mark.turns(24)
 def test_layers_that_the_plan_of_the_family_does_not_speak_of() -> None:
     """A search finds one that does: the encoder's attention is of other modules."""
     sizes = {f"{side}_{of}": n for side in ("encoder", "decoder") for of, n in OF_A_SIDE.items()}

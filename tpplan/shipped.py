@@ -151,6 +151,7 @@ def _adapted(plan: Plan, model: nn.Module) -> Plan | None:
             break
     else:
         return None
+    _follow_ties(model, rules)
     _leave_whole(model, rules)
     stated = {
         "layers": None if plan.layers is None else plan.layers.text.replace(f"{first}.", name, 1),
@@ -173,6 +174,23 @@ def _renamed(plan: Plan, old: str, new: str, paths: list[str]) -> dict[str, Any]
         elif "*" in text and not rule.optional:
             return None
     return rules
+
+
+def _follow_ties(model: nn.Module, rules: dict[str, Any]) -> None:
+    """What has the weight of a module with a rule (another stack's table) has its style too."""
+    patterns = {text: Pattern(text) for text in rules}
+    styles: dict[int, str] = {}
+    left: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        text = next((text for text, p in patterns.items() if p.matches(path)), None)
+        if text is None:
+            left[path] = module
+        else:
+            styles |= dict.fromkeys(map(id, module.parameters(recurse=False)), rules[text]["style"])
+    for path, module in left.items():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in styles:
+                rules[path] = {"style": styles[id(parameter)]}
 
 
 def _leave_whole(model: nn.Module, rules: dict[str, Any]) -> None:
