@@ -84,6 +84,19 @@ def differing_job(mesh: DeviceMesh, case: Any) -> Errors:
     return {"nothing is changed": same(kept and type(made[0]) is nn.Linear)}
 
 
+def refused_job(mesh: DeviceMesh, folder: str) -> bool:
+    """A wrong plan, of which every rank has a file of its own."""
+    file = Path(folder) / f"plan_{dist.get_rank()}.yaml"
+    file.write_text("tpplan: 1\nrules: {'0': colwise, '3': rowwise}\n")
+    with pytest.raises(tpplan.PlanError, match=f"{file.name}.*matches no module"):
+        tpplan.parallelize(model(), file, mesh=mesh, inputs=torch.randn(2, 8))
+    return True
+
+
+def test_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, refused_job, str(tmp_path)) == [True, True]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_differing(ranks: Ranks, case: Any) -> None:
     for errors in ranks.run(2, differing_job, case):

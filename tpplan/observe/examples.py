@@ -38,7 +38,7 @@ def with_other_inputs(function: Callable[P, R], sized: bool = True) -> Callable[
         except PlanError as error:
             call = signature.bind(*args, **kwargs)
             call.apply_defaults()
-            if call.arguments["inputs"] is not None or not _does_not_run(error):
+            if call.arguments["inputs"] is not None or not does_not_run(error):
                 raise
             failure = error
         model = next(iter(call.arguments.values()))
@@ -49,15 +49,17 @@ def with_other_inputs(function: Callable[P, R], sized: bool = True) -> Callable[
             try:
                 return function(*call.args, **call.kwargs)
             except PlanError as error:
-                if not _does_not_run(error):
+                if not does_not_run(error):
                     raise
         raise failure
 
     return called
 
 
-def _does_not_run(error: PlanError) -> bool:
-    return any(diagnostic.hint == GIVE_INPUTS for diagnostic in error.diagnostics)
+def does_not_run(error: Exception) -> bool:
+    """Whether a model did not run on what was made for it, as an error says."""
+    told = error.diagnostics if isinstance(error, PlanError) else ()
+    return any(diagnostic.hint == GIVE_INPUTS for diagnostic in told)
 
 
 def other_inputs(

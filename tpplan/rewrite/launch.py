@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.compiled import CompiledPlan
+from tpplan.observe.examples import does_not_run
 
 _SHOWN = 4
 
@@ -33,7 +34,7 @@ def agreed(
         options: further words of the call that ranks must agree on.
 
     Raises:
-        ValueError: on all, where one fails, or where they differ, with what differs.
+        ValueError: on all, where some of them fail, or they differ, with what differs.
     """
     if mesh is None or mesh.size() == 1 or dist.get_backend(mesh.get_group(0)) == "fake":
         return compile_plan()
@@ -46,15 +47,16 @@ def agreed(
         failed = error
     told = f"{type(failed).__name__}: {failed}" if failed is not None else None
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    everyone = _everyones((told, digest), mesh)
-    failures = [said for said, _ in everyone]
-    if failed is not None and len(set(failures)) == 1:
+    other_inputs = failed is not None and does_not_run(failed)
+    everyone = _everyones((told, digest, other_inputs), mesh)
+    failures = [said for said, _, _ in everyone]
+    # where not all would be tried on other inputs none may be: it would wait for the rest
+    if failed is not None and None not in failures and len({again for *_, again in everyone}) == 1:
         raise failed
     for rank, said in enumerate(failures):
         if said is not None:
-            # no PlanError: what is tried where a plan fails would be tried on one rank alone
             raise ValueError(f"{_named(rank, mesh)} stopped with {said}") from failed
-    if any(other != digest for _, other in everyone):
+    if any(other != digest for _, other, _ in everyone):
         _raise_difference(_everyones(facts, mesh), mesh)
     return compiled
 
