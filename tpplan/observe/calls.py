@@ -148,8 +148,8 @@ def call_for(model: nn.Module, inputs: Any, batch: int = BATCH, length: int = LE
 def shape_of(call: Call) -> tuple[int, int | None]:
     """How many samples are in a call, and how long their sequences are.
 
-    The length is that of the last token ids, a decoder's beside an encoder's input, else of
-    activations (batch, sequence, width); None of what has no positions yet, as images.
+    The length is that of the first token ids (a decoder's, beside sounds), else of activations
+    (batch, sequence, width); None of what has no positions yet, as images.
     """
     tensors = [t for t in tree_leaves(call) if isinstance(t, torch.Tensor) and t.dim()]
     ids = [t for t in tensors if t.dtype == torch.long and t.dim() > 1]
