@@ -25,7 +25,9 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 32}
-OF_A_SIDE = {"layers": 2, "ffn_dim": 64, "attention_heads": 4}
+SIDES = ("encoder", "decoder")
+COUNTS = {"layers": 2, "attention_heads": 4}
+OF_BOTH = {f"{side}_{of}": n for side in SIDES for of, n in {**COUNTS, "ffn_dim": 64}.items()}
 # class -> its config, and what is left whole
 MODELS: Mapping[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "LlamaForSequenceClassification": ("Llama", {"num_key_value_heads": 2}, ("score",)),
@@ -71,16 +73,9 @@ def test_proved(name: str, sp: bool) -> None:
 @pytest.mark.turns(24)
 def test_a_table_that_another_stack_has_too() -> None:
     """The encoder, of which no rule speaks, looks up in the decoder's table: cut as that is."""
-    config = transformers.ProphetNetConfig(
-        hidden_size=32,
-        vocab_size=64,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        num_encoder_layers=1,
-        num_decoder_layers=1,
-        num_encoder_attention_heads=4,
-        num_decoder_attention_heads=4,
-    )
+    counts = {f"num_{side}_{of}": n for side in SIDES for of, n in COUNTS.items()}
+    widths = {f"{side}_ffn_dim": 64 for side in SIDES}
+    config = transformers.ProphetNetConfig(hidden_size=32, vocab_size=64, **counts, **widths)
     compiled = tpplan.check(transformers.ProphetNetModel(config), "auto", 2)
     assert compiled.modules["encoder.word_embeddings"].style == "vocab"
     assert compiled.modules["encoder.layers"].style == "replicate"
@@ -89,9 +84,8 @@ def test_a_table_that_another_stack_has_too() -> None:
 @pytest.mark.turns(24)
 def test_layers_that_the_plan_of_the_family_does_not_speak_of() -> None:
     """A search finds one that does: the encoder's attention is of other modules."""
-    sizes = {f"{side}_{of}": n for side in ("encoder", "decoder") for of, n in OF_A_SIDE.items()}
     config = transformers.BigBirdPegasusConfig(
-        d_model=32, vocab_size=64, attention_type="original_full", **sizes
+        d_model=32, vocab_size=64, attention_type="original_full", **OF_BOTH
     )
     model = transformers.BigBirdPegasusModel(config)
     assert not speaks_of_all(model, tpplan.load_plan("auto", model))

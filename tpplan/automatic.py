@@ -10,7 +10,7 @@ from torch import nn
 
 from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.planner import speaks_of_all
-from tpplan.shipped import PlanSource, load_plan
+from tpplan.shipped import PlanSource, load_plan, not_listed
 from tpplan.wrapping import adapted_model
 
 
@@ -37,7 +37,7 @@ def plan_for(
         listed = plan != "auto" or inner is not model or type(model).__name__ in loaded.models
         if listed or speaks_of_all(model, loaded):
             return loaded
-        missing = PlanError([Diagnostic(f"no shipped plan lists {type(model).__name__}")])
+        missing = not_listed(model)
     except PlanError as error:
         if plan != "auto" or inner is not model:
             raise

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # in the plans that are shipped, rules come last
 _HEAD = re.compile(r"^(?:rules|optional):", re.MULTILINE)
 
+_OTHERWISE = "see 'tpplan list', or write a plan"
+
 PlanSource = Plan | str | os.PathLike[str] | Mapping[str, Any]
 
 
@@ -118,10 +120,15 @@ def _chosen(model: nn.Module) -> Plan:
     adapted = next((plan for plan in family if plan is not None), None)
     if adapted is not None:
         return adapted
-    message = f"no shipped plan lists {type(model).__name__}"
-    if strange:
-        message = f"no shipped plan fits this {type(model).__name__} ({'; '.join(strange)})"
-    raise PlanError([Diagnostic(message, hint="see 'tpplan list', or write a plan")])
+    if not strange:
+        raise not_listed(model)
+    message = f"no shipped plan fits this {type(model).__name__} ({'; '.join(strange)})"
+    raise PlanError([Diagnostic(message, hint=_OTHERWISE)])
+
+
+def not_listed(model: nn.Module) -> PlanError:
+    """What is said of a model that no shipped plan is for."""
+    return PlanError([Diagnostic(f"no shipped plan lists {type(model).__name__}", hint=_OTHERWISE)])
 
 
 def _missing(plan: Plan, model: nn.Module) -> list[str]:

@@ -12,19 +12,13 @@ from torch import nn
 
 import tpplan
 from tests.rewrite import MODES
-from tests.test_families import SIZES
+from tests.test_families import OF_BOTH, SIZES
 from tpplan.cli import main
 
-BART = {
-    "d_model": 32,
-    **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
-    **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
-    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
-}
 CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForSequenceClassification": ("Llama", {"pad_token_id": None}),
     "BertForMultipleChoice": ("Bert", {}),
-    "BartForSequenceClassification": ("Bart", BART),
+    "BartForSequenceClassification": ("Bart", {"d_model": 32, **OF_BOTH}),
 }
 
 

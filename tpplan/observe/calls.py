@@ -14,8 +14,6 @@ from tpplan.language import Diagnostic, PlanError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 BATCH, LENGTH = 2, 8
-GIVE_INPUTS = "give inputs= with which the model's forward can be called"
-"""The advice where a model does not run on what was made for it."""
 _ROUTED, _LOGITS = "output_router_logits", "router_logits"
 _SHORT = 64
 _IMAGE, _SAMPLES, _FRAMES = 64, 4000, 64  # where a config has none

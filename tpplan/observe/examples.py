@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpplan.language import PlanError
-from tpplan.observe.calls import BATCH, GIVE_INPUTS, LENGTH, example_inputs, random_ids
+from tpplan.language import Diagnostic, PlanError, Position
+from tpplan.observe.calls import BATCH, LENGTH, example_inputs, random_ids
 
 P = ParamSpec("P")
 R = TypeVar("R")
+GIVE_INPUTS = "give inputs= with which the model's forward can be called"
+"""The advice where a model does not run on what was made for it, by which that is known."""
 _CHOICES = 2
 _SIZES = ("micro_batch", "batch", "seq")
 
@@ -54,6 +56,17 @@ def with_other_inputs(function: Callable[P, R], sized: bool = True) -> Callable[
         raise failure
 
     return called
+
+
+def cannot_run(
+    error: Exception,
+    position: Position | None = None,
+    hint: str = GIVE_INPUTS,
+    related: tuple[tuple[str, Position], ...] = (),
+) -> PlanError:
+    """What is said of a model that does not run; see ``Diagnostic``."""
+    message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
+    return PlanError([Diagnostic(message, position, hint, related)])
 
 
 def does_not_run(error: Exception) -> bool:

@@ -12,8 +12,9 @@ from tpplan.compat import FakeTensorMode, NeedsValuesError, one_thread
 from tpplan.compiled import CompiledPlan, Element, Spread
 from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
-from tpplan.observe.calls import GIVE_INPUTS, Call, calls_for, drawn_ids, routed
+from tpplan.observe.calls import Call, calls_for, drawn_ids, routed
 from tpplan.observe.chance import dropouts, same_randomness
+from tpplan.observe.examples import GIVE_INPUTS, cannot_run
 from tpplan.observe.fused import fused_modules
 from tpplan.observe.gated import gated_norms
 from tpplan.observe.probe import probe_modules
@@ -300,10 +301,9 @@ class _Compiler(Outcome):
             raise self.cannot_run(error) from error
 
     def cannot_run(self, error: Exception) -> PlanError:
-        message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
-        hint = WITHOUT_NUMBERS if kind_of(error) is Stop.NUMBERS else GIVE_INPUTS
         position, place = self.plan.rules[0].position, stopped_at(place_of(error))
-        return PlanError([Diagnostic(message, position, hint, place)])
+        hint = WITHOUT_NUMBERS if kind_of(error) is Stop.NUMBERS else GIVE_INPUTS
+        return cannot_run(error, position, hint, place)
 
     def check_flow(self) -> None:
         """What the flow of tensors shows; what follows from one mistake is said under it."""

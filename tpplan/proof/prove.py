@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.compat import one_thread, quiet, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.calls import GIVE_INPUTS, calls_for, shortened
+from tpplan.observe.calls import calls_for, shortened
 from tpplan.observe.chance import same_randomness
+from tpplan.observe.examples import GIVE_INPUTS
 from tpplan.observe.untouched import by_itself, nothing_kept
 from tpplan.planner.closures import led_by_closures
 from tpplan.planner.known import Known

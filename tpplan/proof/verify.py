@@ -20,7 +20,8 @@ from torch import nn
 
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
-from tpplan.observe.calls import GIVE_INPUTS, Call, calls_for, in_float32, random_ids, routed
+from tpplan.observe.calls import Call, calls_for, in_float32, random_ids, routed
+from tpplan.observe.examples import cannot_run
 from tpplan.observe.shadow import not_copied
 from tpplan.observe.untouched import as_before
 from tpplan.planner import compile_plan
@@ -223,8 +224,7 @@ def _reference(model: nn.Module, call: Call, drawn: bool, seed: int) -> Referenc
     try:
         outputs, gradients = differentiate(twin, call, seed)
     except Exception as error:
-        message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
-        raise PlanError([Diagnostic(message, hint=GIVE_INPUTS)]) from error
+        raise cannot_run(error) from error
     return Reference(fresh, call, seed, outputs, gradients, frozenset(called))
 
 

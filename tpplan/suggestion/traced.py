@@ -12,8 +12,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from tpplan.compat import FakeTensorMode, NeedsValuesError
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.calls import GIVE_INPUTS, Call, calls_for, drawn_ids
+from tpplan.observe.calls import Call, calls_for, drawn_ids
 from tpplan.observe.chance import same_randomness
+from tpplan.observe.examples import cannot_run
 from tpplan.observe.shadow import computing_shadow_of, shadow_of
 from tpplan.observe.trace import Numbers, Trace, record
 from tpplan.observe.untouched import nothing_kept
@@ -40,7 +41,7 @@ def trace_of(model: nn.Module, inputs: Any, again: bool = True) -> Trace:
         except NeedsValuesError as error:
             computing = computing_shadow_of(model)
             if computing is None:
-                raise _cannot_run(error) from error
+                raise cannot_run(error) from error
             return _stable(
                 _hidden(computing, stacked), Numbers(), drawn_ids(model, calls, inputs), again
             )
@@ -72,7 +73,7 @@ def _stable(
             except (PlanError, *NeedsValuesError):
                 raise
             except Exception as error:
-                raise _cannot_run(error) from error
+                raise cannot_run(error) from error
             told.append(tuple((op.name, found.calls[op.call].path) for op in found.ops))
         # what a model computes once and keeps is in its first call alone
         if len(set(told[1:])) > 1:
@@ -82,8 +83,3 @@ def _stable(
             raise PlanError([Diagnostic(message, hint=hint)])
     assert found is not None
     return found
-
-
-def _cannot_run(error: Exception) -> PlanError:
-    message = f"the model cannot be run on example inputs: {type(error).__name__}: {error}"
-    return PlanError([Diagnostic(message, hint=GIVE_INPUTS)])
