@@ -44,7 +44,7 @@ class Finding:
         mixes: its result at one position depends on other positions, or on which it is.
         kind: "layer_norm" or "rms_norm" where it computes one, else None.
         form: how exactly, if a kernel computes the very same; else None.
-        offset, eps: of a norm, as in its form; scaled: whether it has a scale.
+        offset, eps: of a norm, as in its form; names: of its scale and its shift, if it has them.
         exact: whether it is that norm to the last digits, gradients included.
         fails: why it could not be run on random numbers.
     """
@@ -54,7 +54,7 @@ class Finding:
     form: NormForm | None = None
     offset: bool = False
     eps: float = 0.0
-    scaled: bool = True
+    names: tuple[str, ...] = ()
     exact: bool = False
     fails: str | None = None
 
@@ -208,22 +208,40 @@ def _norm(
     twin = twin_of(module, dtype).eval()
     with torch.no_grad():
         # numbers so large that an eps does not show
-        kind, offset = _kind(twin, _HUGE * x, run(twin, _HUGE * x))
+        names = _names(twin, run, _HUGE * x)
+        kind, offset = _kind(twin, _HUGE * x, run(twin, _HUGE * x), names)
         if kind is None:
             return found
-        eps = _eps(twin, run, x, kind, offset)
-    exact = all(_exactly(twin.train(mode), run, x, kind, offset, eps) for mode in modes)
+        eps = _eps(twin, run, x, kind, offset, names)
+    exact = all(_exactly(twin.train(mode), run, x, kind, offset, eps, names) for mode in modes)
     with torch.no_grad():
-        form = _form(twin_of(module, torch.float32).eval(), run, x.float(), kind, offset, eps)
-    form, scaled = form if exact else None, bool(_vectors(twin, x))
-    return Finding(found.mixes, kind, form, offset, eps, scaled, exact)
+        narrow = twin_of(module, torch.float32).eval()
+        form = _form(narrow, run, x.float(), kind, offset, eps, names) if exact else None
+    return Finding(found.mixes, kind, form, offset, eps, names, exact)
 
 
-def _kind(module: nn.Module, x: torch.Tensor, result: torch.Tensor) -> tuple[str | None, bool]:
-    """Which norm ``module`` is: of its parameters, the first scales and a second one shifts."""
-    if not isinstance(result, torch.Tensor) or len(_vectors(module, x)) > 2:
+def _names(module: nn.Module, run: Run, x: torch.Tensor) -> tuple[str, ...]:
+    """The parameters that may scale and shift ``x``, a scale first: norms are odd but for a shift.
+
+    In whichever order the module holds them: one that is put anew stands last.
+    """
+    found = [name for name, p in module.named_parameters() if p.shape == x.shape[-1:]]
+    if len(found) == 2:
+        here, there = run(module, x), run(module, -x)
+        if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
+            middle, first = (here + there) / 2, module.get_parameter(found[0])
+            if _equal(middle, first.expand_as(middle), 1e-3):
+                found.reverse()
+    return tuple(found)
+
+
+def _kind(
+    module: nn.Module, x: torch.Tensor, result: torch.Tensor, names: Sequence[str]
+) -> tuple[str | None, bool]:
+    """Which norm ``module`` is, and whether its scale is kept less one."""
+    if not isinstance(result, torch.Tensor) or len(names) > 2:
         return None, False
-    scale, shift = _affine(module, x)
+    scale, shift = _affine(module, names)
     for kind in ("layer_norm", "rms_norm"):
         # some models keep the scale as an offset from one
         for offset, factor in ((False, scale), (True, 1 + scale)):
@@ -232,14 +250,9 @@ def _kind(module: nn.Module, x: torch.Tensor, result: torch.Tensor) -> tuple[str
     return None, False
 
 
-def _vectors(module: nn.Module, x: torch.Tensor) -> list[nn.Parameter]:
-    """What may scale and shift ``x``, if anything does."""
-    return [p for p in module.parameters() if p.shape == x.shape[-1:]]
-
-
-def _affine(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor | float, ...]:
+def _affine(module: nn.Module, names: Sequence[str]) -> tuple[torch.Tensor | float, ...]:
     """Its scale and its shift; one and zero where it has none."""
-    vectors = _vectors(module, x)
+    vectors = [module.get_parameter(name) for name in names]
     return (*vectors, *(1.0, 0.0)[len(vectors) :])
 
 
@@ -248,12 +261,14 @@ def _unit(x: torch.Tensor, kind: str, eps: float) -> torch.Tensor:
     return top * (top.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
 
 
-def _eps(module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool) -> float:
+def _eps(
+    module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool, names: Sequence[str]
+) -> float:
     """What the norm adds to the mean of squares, from its answer to very small numbers.
 
     The module states it under one of many names: its attribute that is nearest is taken.
     """
-    weight, shift = _affine(module, x)
+    weight, shift = _affine(module, names)
     small = x * 1e-3
     result = run(module, small) - shift
     if kind == "layer_norm":
@@ -265,13 +280,19 @@ def _eps(module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool) 
 
 
 def _exactly(
-    module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool, eps: float
+    module: nn.Module,
+    run: Run,
+    x: torch.Tensor,
+    kind: str,
+    offset: bool,
+    eps: float,
+    names: Sequence[str],
 ) -> bool:
     """Whether the module is the norm of that formula, gradients included."""
-    vectors = _vectors(module, x)
+    vectors = [module.get_parameter(name) for name in names]
     if len(vectors) != len(list(module.parameters())):
         return False
-    scale, shift = _affine(module, x)
+    scale, shift = _affine(module, names)
     cotangent = _random(x.dtype, *x.shape).flip(-1)
     for given in (x, x - 1, x * 1e-3):
         with torch.enable_grad():
@@ -288,18 +309,22 @@ def _exactly(
 
 
 def _form(
-    module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool, eps: float
+    module: nn.Module,
+    run: Run,
+    x: torch.Tensor,
+    kind: str,
+    offset: bool,
+    eps: float,
+    names: Sequence[str],
 ) -> NormForm | None:
     """The form in which the kernel's formula answers as ``module`` does, also in bfloat16."""
-    own = {name: p for name, p in module.named_parameters() if p.shape == x.shape[-1:]}
-    if not own:
-        return None  # kernels scale
-    if any("." in name for name in own) or len(own) != len(list(module.parameters())):
-        return None
-    names = (*own, None)[:2]
+    if not names or any("." in name for name in names):
+        return None  # kernels scale by what the module itself holds
+    weight, bias = (*names, None)[:2]
+    assert weight is not None
     wide, narrow = module, copy.deepcopy(module).to(torch.bfloat16)
     for early in (False, True):
-        form = NormForm(kind == "layer_norm", eps, float(offset), early, names[0], names[1])
+        form = NormForm(kind == "layer_norm", eps, float(offset), early, weight, bias)
         if all(
             _same(computed(twin, form, given), run(twin, given), tolerance)
             for twin, given, tolerance in (

@@ -209,7 +209,7 @@ class Outcome:
         plans = {}
         for path, module in self.model.named_modules():
             rule = self.matches.modules.get(path)
-            own = tuple(name for name, p in module._parameters.items() if p is not None)
+            own = self._own(path, module)
             drawn = self.draws.get(path, {})
             plan = ModulePlan(
                 path=path,
@@ -270,6 +270,17 @@ class Outcome:
         style = self.styles.get(path, NONE)
         return infer.carrying(self.trace, path) if style.rows or style.apart else None
 
+    def _own(self, path: str, module: nn.Module) -> tuple[str, ...]:
+        """The names of a module's parameters: a weight, or what scales, before all else.
+
+        A module holds them in the order in which they were made, and one that was put anew (where
+        weight norm or pruning was taken off again) stands last.
+        """
+        finding = self.probed.get(path)
+        first = ("weight",) if finding is None or not finding.names else finding.names
+        held = [name for name, p in module._parameters.items() if p is not None]
+        return (*(n for n in first if n in held), *(n for n in held if n not in first))
+
     def width_norm(self, path: str) -> WidthNorm | None:
         """A norm of the very columns that a column-parallel layer makes, shown by numbers."""
         if path in self.gated:
@@ -293,7 +304,7 @@ class Outcome:
 
     def kernel(self, path: str) -> KernelChoice | None:
         finding = self.probed.get(path)
-        if finding is not None and finding.kind is not None and finding.scaled:
+        if finding is not None and finding.kind is not None and finding.names:
             wide = self.styles.get(path, NONE).columns
             obstacle = "its width is sharded" if wide else None
             return choose(finding.kind, finding.form, self.kernels, obstacle)
