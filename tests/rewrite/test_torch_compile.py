@@ -50,6 +50,30 @@ def test_fullgraph(ranks: Ranks, sequence_parallel: bool, warm: bool) -> None:
     assert beyond(ranks.run(2, compiled, sequence_parallel, warm)) == {}
 
 
+def in_turn(mesh: DeviceMesh) -> Errors:
+    """One model after the other on the same part of a mesh, which is another object each time."""
+    found, ids = Findings(), token_ids(2, 16, 0)
+    for turn in ("first", "second"):
+        torch._dynamo.reset()
+        reference = hf()
+        model = copy.deepcopy(reference)
+        tpplan.parallelize(model, "llama.yaml", mesh["tp"], sequence_parallel=True, prove=False)
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+
+        def run(m: torch.nn.Module) -> dict[str, torch.Tensor]:
+            out = m(ids, labels=ids)
+            return {"objective": out.loss, "logits": out.logits}
+
+        found.add(turn, step(reference, model, run, plain=False))
+    return found.errors
+
+
+@pytest.mark.turns(6)
+def test_models_in_turn(ranks: Ranks) -> None:
+    assert beyond(ranks.run("2x2", in_turn)) == {}
+
+
 def exported(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
     """What ``torch.export`` makes of each rank, run in the place of the model."""
     reference = hf(use_cache=False)

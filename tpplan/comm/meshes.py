@@ -6,12 +6,40 @@ those of one mesh at a time.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+
+from tpplan import compat
+
+_KNOWN: list[weakref.ref[DeviceMesh]] = []
+
+
+def known(mesh: DeviceMesh) -> DeviceMesh:
+    """The object that stood for this part of a mesh before, or ``mesh`` for one that is new.
+
+    ``mesh["tp"]`` is another object whenever it is asked for. Torch keeps what it has worked out
+    for one under all that equal it, and where a graph of torch.compile met both, of a second
+    model, it took them for two.
+    """
+    root = compat.root_of(mesh)
+    for reference in [*_KNOWN]:
+        before = reference()
+        if before is None:
+            _KNOWN.remove(reference)
+        elif before == mesh and compat.root_of(before) is root:
+            return before
+    _KNOWN.append(weakref.ref(mesh))
+    return mesh
+
+
+def part_of(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+    """Some dimensions of a mesh, by their names: the same object each time."""
+    return known(mesh[names])
 
 
 def tp_of(mesh: DeviceMesh, ep: int) -> DeviceMesh | None:
@@ -21,14 +49,14 @@ def tp_of(mesh: DeviceMesh, ep: int) -> DeviceMesh | None:
         ep: how many ranks share whole experts.
     """
     if mesh.ndim == 2:
-        return mesh[mesh.mesh_dim_names[1]]  # type: ignore[index]
+        return part_of(mesh, mesh.mesh_dim_names[1])  # type: ignore[index]
     return None if ep > 1 else mesh
 
 
 def ep_of(mesh: DeviceMesh, ep: int) -> DeviceMesh | None:
     """The ranks of a mesh (tp), (ep) or (ep, tp) that share whole experts; None without such."""
     if mesh.ndim == 2:
-        return mesh[mesh.mesh_dim_names[0]]  # type: ignore[index]
+        return part_of(mesh, mesh.mesh_dim_names[0])  # type: ignore[index]
     return mesh if ep > 1 else None
 
 

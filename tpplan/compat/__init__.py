@@ -76,6 +76,7 @@ from tpplan.compat.tensors import kept_by_fsdp as kept_by_fsdp
 from tpplan.compat.tensors import local_of as local_of
 from tpplan.compat.tensors import mesh_of as mesh_of
 from tpplan.compat.tensors import put_local as put_local
+from tpplan.compat.tensors import root_of as root_of
 from tpplan.compat.tensors import shards_of as shards_of
 from tpplan.compat.tensors import spec_of as spec_of
 from tpplan.compat.tensors import tangents_of as tangents_of

@@ -30,6 +30,11 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of which this one is a part, or itself."""
+    return mesh._get_root_mesh()
+
+
 def put_local(tensor: DTensor, local: torch.Tensor) -> None:
     """Give a DTensor its shard, also where its class answers for ``_local_tensor`` itself."""
     there(DTensor, "_local_tensor").__set__(tensor, local)

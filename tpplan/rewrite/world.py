@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tpplan.comm.meshes import tp_of
+from tpplan.comm.meshes import known, part_of, tp_of
 
 T = TypeVar("T")
+
+# all models of a world are on one mesh; it goes when the process group is destroyed
+_WORLDS: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 
 
 def own_mesh(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh | None, int]:
@@ -29,6 +33,7 @@ def own_mesh(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh | N
     names = mesh.mesh_dim_names or ()
     own = tuple(n for n in names if n in ("ep", "tp"))
     if not own and mesh.ndim == 1:
+        mesh = known(mesh)
         return mesh, mesh, 1
     if not own:
         raise ValueError(f"the mesh has no dimension named 'tp', only {names or 'unnamed ones'}")
@@ -36,7 +41,7 @@ def own_mesh(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh | N
         raise ValueError("the mesh has 'tp' before 'ep'; name 'ep' first, and 'tp' last")
     own = tuple(n for n in own if mesh.size(names.index(n)) > 1) or own[-1:]
     ep = mesh.size(names.index("ep")) if "ep" in own else 1
-    mesh = mesh if own == names else mesh[own]
+    mesh = known(mesh) if own == names else part_of(mesh, own)
     return mesh, tp_of(mesh, ep), ep
 
 
@@ -56,7 +61,12 @@ def world_mesh() -> DeviceMesh | None:
         _start()
     on_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend()
     device = "cuda" if on_gpus else "cpu"
-    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    group = dist.group.WORLD
+    assert group is not None
+    if group not in _WORLDS:
+        sizes = (dist.get_world_size(),)
+        _WORLDS[group] = init_device_mesh(device, sizes, mesh_dim_names=("tp",))
+    return _WORLDS[group]
 
 
 def _start() -> None:
