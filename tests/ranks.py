@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORLD = 4
 TIMEOUT = 120.0
+ANSWER = 600.0  # all that a job may take: compiled experts, on two cores that others use too
 _SIZES = {"ep2": 2}  # of meshes with a name, where not of all ranks
 # imported once, by the process that the ranks are forked from: most of what a first test waits for
 PRELOADED = [
@@ -146,7 +147,7 @@ class Ranks:
         results: list[Any] = []
         failures: dict[str, list[str]] = {}  # what went wrong, and the ranks that say so
         for rank, pipe in enumerate(pipes):
-            if not pipe.poll(2 * TIMEOUT if not failures else TIMEOUT):
+            if not pipe.poll(ANSWER if not failures else TIMEOUT):
                 fine, value = False, f"did not answer; it was in\n{self._doing(rank)}"
             else:
                 try:
