@@ -37,8 +37,8 @@ class Conv1D(nn.Module):
 class Dense(nn.Module):
     def __init__(self, inner, outer, bias=True):
         super().__init__()
+        self.bias = nn.Parameter(torch.zeros(outer)) if bias else None  # the weight comes last
         self.weight = nn.Parameter(torch.randn(outer, inner) / inner**0.5)
-        self.bias = nn.Parameter(torch.zeros(outer)) if bias else None
 
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)
@@ -61,7 +61,7 @@ class RMS(nn.Module):
 class OwnLayerNorm(nn.Module):
     def __init__(self, width, eps):
         super().__init__()
-        self.gamma, self.beta = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.beta, self.gamma = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.ones(width))
         self.eps = eps
 
     def forward(self, x):

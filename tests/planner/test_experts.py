@@ -287,10 +287,21 @@ def test_gemma(shard: str, tp: int, ep: int) -> None:
     assert max(made.output_error, made.gradient_error) <= 1e-5
 
 
+class PutAnew(HandingThrough):
+    """The stack with a place for those that hand tokens through is held last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = self.wide
+        del self.wide
+        self.wide = wide
+
+
 @pytest.mark.parametrize("tp", [2, 4])
-def test_experts_that_hand_tokens_through(tp: int) -> None:
+@pytest.mark.parametrize("made", [HandingThrough, PutAnew])
+def test_experts_that_hand_tokens_through(tp: int, made: Callable[[], nn.Module]) -> None:
     """What no parameter is in is whole on every rank, and must be added once."""
-    model = Model(lambda: Block(HandingThrough()))
+    model = Model(lambda: Block(made()))
     plan = tpplan.load_plan(PLAN)
     for sp in (False, True):
         found = tpplan.verify(model, plan, tp, sequence_parallel=sp, inputs=INPUT)

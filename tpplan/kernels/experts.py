@@ -111,13 +111,14 @@ def held_in(parameters: Iterable[Tensor]) -> int | None:
     """How many experts have parameters of their own, where more may be chosen; else None.
 
     What is chosen beyond them is given back as it is (the zero-computation experts of
-    LongCat-Flash, arXiv 2509.01322). The first of the two matrices of each expert has a place for
-    these, (experts and more, columns or twice as many, width), and the second one has none,
+    LongCat-Flash, arXiv 2509.01322). One of the two matrices of each expert has a place for
+    these, (experts and more, columns or twice as many, width), and the other one has none,
     (experts, width, columns).
     """
     stacks = [p for p in parameters if p.dim() == 3]
     if len(stacks) != 2:
         return None
+    stacks.sort(key=len, reverse=True)
     (many, into, width), (count, out, columns) = (p.shape for p in stacks)
     more = many > count and width == out and into in (columns, 2 * columns)
     return int(count) if more else None
