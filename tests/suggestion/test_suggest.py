@@ -180,6 +180,7 @@ def test_costs_say_why_a_plan_was_taken() -> None:
     assert {c.name for c in found.candidates} == {"TP", "TP+SP"}
     assert found.candidates[0].sequence_parallel == found.plan.sequence_parallel
     text = explained(found)
+    assert "a training step at tp 2, batch 1, sequence 16, h100-nvlink" in text
     assert "* TP" in text
     assert "h100-nvlink" in text
 

@@ -12,6 +12,7 @@ from tpplan.cost.hardware import DEFAULT, Hardware, load_hardware
 from tpplan.cost.memory import Memory, memory_of
 from tpplan.cost.timing import Span, TimeSummary, summarize, timeline
 from tpplan.language import FrozenMap
+from tpplan.observe.calls import said_of
 from tpplan.simulate.execute import Execution, Training
 from tpplan.simulate.steps import PHASES, Collective, Step, counts
 
@@ -49,7 +50,7 @@ class DryRun:
     @property
     def size(self) -> str:
         """Of what it was called with, in words."""
-        return f"batch {self.batch}" + (f", sequence {self.seq}" if self.seq else "")
+        return said_of(self.batch, self.seq)
 
     @property
     def steps(self) -> Sequence[Step]:

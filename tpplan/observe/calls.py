@@ -156,6 +156,11 @@ def shape_of(call: Call) -> tuple[int, int | None]:
     return (int(tensors[0].size(0)) if tensors else 1), length
 
 
+def said_of(batch: int, length: int | None) -> str:
+    """The shape of a call in words: as ``shape_of`` gives it."""
+    return f"batch {batch}" + (f", sequence {length}" if length else "")
+
+
 def in_float32(call: Any) -> Any:
     """What is called with floating tensors of any precision, for a copy of a model in float32."""
 

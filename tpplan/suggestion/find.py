@@ -85,10 +85,8 @@ def find(
     """
     if tp < 2:
         raise PlanError([Diagnostic(f"a plan is suggested for at least 2 ranks, not {tp}")])
-    if inputs is not None:
-        batch, length = shape_of(call_for(model, inputs))
-        seq = length or seq
-    task = Task(tp, batch, seq, load_hardware(hardware or DEFAULT), inputs)
+    shape = (batch, seq) if inputs is None else shape_of(call_for(model, inputs))
+    task = Task(tp, *shape, load_hardware(hardware or DEFAULT), inputs)
     # whatever the caller does with the model itself
     with one_thread(), torch.enable_grad(), as_before(model):
         return _found(model, task, told)

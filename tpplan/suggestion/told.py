@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tpplan.observe.calls import said_of
 from tpplan.suggestion.find import Suggestion
 from tpplan.suggestion.weigh import Candidate
 
@@ -14,7 +15,7 @@ def explained(found: Suggestion) -> str:
         lines.append(f"{name}: refused before what is written")
         lines += [f"  {why}" for why in dict.fromkeys(refused)]
     lines.append(
-        f"a training step at tp {task.tp}, batch {task.batch}, {task.seq} tokens, "
+        f"a training step at tp {task.tp}, {said_of(task.batch, task.seq)}, "
         f"{task.hardware.name}, as modelled:"
     )
     width = max(len(candidate.name) for candidate in found.candidates)

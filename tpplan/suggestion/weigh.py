@@ -22,11 +22,11 @@ _ALIKE = 0.01
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained on what: sequences and tokens of a step, ranks, hardware."""
+    """What is trained on what: samples of a step and their length, if any; ranks, hardware."""
 
     tp: int
     batch: int
-    seq: int
+    seq: int | None
     hardware: Hardware
     inputs: Any = None
 
@@ -98,7 +98,7 @@ def _executed(model: nn.Module, candidate: Candidate, task: Task, memory: Known)
     training = Training(optimizer_named("adamw"), 1.0, True, False)
     try:
         run = cost.dry_run(
-            model, setting, task.batch, task.seq, training, hardware=task.hardware, both=False
+            model, setting, task.batch, task.seq or 0, training, hardware=task.hardware, both=False
         )
     except PlanError as error:
         return replace(candidate, why=error.diagnostics[0].message)
