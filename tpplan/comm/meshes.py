@@ -29,11 +29,9 @@ def known(mesh: DeviceMesh) -> DeviceMesh:
     root = compat.root_of(mesh)
     for reference in [*_KNOWN]:
         before = reference()
-        if before is None:
-            _KNOWN.remove(reference)
-        elif before == mesh and compat.root_of(before) is root:
+        if before is not None and before == mesh and compat.root_of(before) is root:
             return before
-    _KNOWN.append(weakref.ref(mesh))
+    _KNOWN.append(weakref.ref(mesh, _KNOWN.remove))
     return mesh
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -209,15 +209,36 @@ def _norm(
     with torch.no_grad():
         # numbers so large that an eps does not show
         names = _names(twin, run, _HUGE * x)
-        kind, offset = _kind(twin, _HUGE * x, run(twin, _HUGE * x), names)
-        if kind is None:
+        norm = _formula(twin, _HUGE * x, run(twin, _HUGE * x), names)
+        if norm is None:
             return found
-        eps = _eps(twin, run, x, kind, offset, names)
-    exact = all(_exactly(twin.train(mode), run, x, kind, offset, eps, names) for mode in modes)
+        norm = replace(norm, eps=_eps(twin, run, x, norm))
+    exact = all(_exactly(twin.train(mode), run, x, norm) for mode in modes)
     with torch.no_grad():
         narrow = twin_of(module, torch.float32).eval()
-        form = _form(narrow, run, x.float(), kind, offset, eps, names) if exact else None
-    return Finding(found.mixes, kind, form, offset, eps, names, exact)
+        form = _form(narrow, run, x.float(), norm) if exact else None
+    return Finding(found.mixes, norm.kind, form, norm.offset, norm.eps, names, exact)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """Which norm it is, and of which parameters: none, a scale, a scale and a shift."""
+
+    kind: str
+    offset: bool
+    names: tuple[str, ...]
+    eps: float = 0.0
+
+    def affine(self, module: nn.Module) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+        """By what it multiplies, and what it adds."""
+        held = [module.get_parameter(name) for name in self.names]
+        scale, shift = held[0] if held else 1.0, held[1] if len(held) > 1 else 0.0
+        return (1 + scale if self.offset else scale), shift
+
+    def of(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """What it makes of ``x``."""
+        scale, shift = self.affine(module)
+        return _unit(x, self.kind, self.eps) * scale + shift
 
 
 def _names(module: nn.Module, run: Run, x: torch.Tensor) -> tuple[str, ...]:
@@ -235,25 +256,18 @@ def _names(module: nn.Module, run: Run, x: torch.Tensor) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _kind(
-    module: nn.Module, x: torch.Tensor, result: torch.Tensor, names: Sequence[str]
-) -> tuple[str | None, bool]:
-    """Which norm ``module`` is, and whether its scale is kept less one."""
+def _formula(
+    module: nn.Module, x: torch.Tensor, result: torch.Tensor, names: tuple[str, ...]
+) -> _Norm | None:
+    """Which norm ``module`` is, if any; some models keep the scale as an offset from one."""
     if not isinstance(result, torch.Tensor) or len(names) > 2:
-        return None, False
-    scale, shift = _affine(module, names)
+        return None
     for kind in ("layer_norm", "rms_norm"):
-        # some models keep the scale as an offset from one
-        for offset, factor in ((False, scale), (True, 1 + scale)):
-            if _equal(result, _unit(x, kind, 0.0) * factor + shift, 1e-3):
-                return kind, offset
-    return None, False
-
-
-def _affine(module: nn.Module, names: Sequence[str]) -> tuple[torch.Tensor | float, ...]:
-    """Its scale and its shift; one and zero where it has none."""
-    vectors = [module.get_parameter(name) for name in names]
-    return (*vectors, *(1.0, 0.0)[len(vectors) :])
+        for offset in (False, True):
+            norm = _Norm(kind, offset, names)
+            if _equal(result, norm.of(module, x), 1e-3):
+                return norm
+    return None
 
 
 def _unit(x: torch.Tensor, kind: str, eps: float) -> torch.Tensor:
@@ -261,70 +275,50 @@ def _unit(x: torch.Tensor, kind: str, eps: float) -> torch.Tensor:
     return top * (top.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
 
 
-def _eps(
-    module: nn.Module, run: Run, x: torch.Tensor, kind: str, offset: bool, names: Sequence[str]
-) -> float:
+def _eps(module: nn.Module, run: Run, x: torch.Tensor, norm: _Norm) -> float:
     """What the norm adds to the mean of squares, from its answer to very small numbers.
 
     The module states it under one of many names: its attribute that is nearest is taken.
     """
-    weight, shift = _affine(module, names)
+    scale, shift = norm.affine(module)
     small = x * 1e-3
     result = run(module, small) - shift
-    if kind == "layer_norm":
+    if norm.kind == "layer_norm":
         small = small - small.mean(-1, keepdim=True)
-    root = (small * (1 + weight if offset else weight)).abs().sum(-1) / result.abs().sum(-1)
+    root = (small * scale).abs().sum(-1) / result.abs().sum(-1)
     solved = float((root.square() - small.square().mean(-1)).mean())
     stated = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1]
     return min(stated, key=lambda v: abs(v - solved), default=max(float(f"{solved:.5g}"), 0.0))
 
 
-def _exactly(
-    module: nn.Module,
-    run: Run,
-    x: torch.Tensor,
-    kind: str,
-    offset: bool,
-    eps: float,
-    names: Sequence[str],
-) -> bool:
+def _exactly(module: nn.Module, run: Run, x: torch.Tensor, norm: _Norm) -> bool:
     """Whether the module is the norm of that formula, gradients included."""
-    vectors = [module.get_parameter(name) for name in names]
+    vectors = [module.get_parameter(name) for name in norm.names]
     if len(vectors) != len(list(module.parameters())):
         return False
-    scale, shift = _affine(module, names)
     cotangent = _random(x.dtype, *x.shape).flip(-1)
     for given in (x, x - 1, x * 1e-3):
         with torch.enable_grad():
             leaf = given.clone().requires_grad_()
-            factor = 1 + scale if offset else scale
-            both = run(module, leaf), _unit(leaf, kind, eps) * factor + shift
             results = [
                 (y, *torch.autograd.grad(y, [leaf, *vectors], cotangent, allow_unused=True))
-                for y in both
+                for y in (run(module, leaf), norm.of(module, leaf))
             ]
         if not all(_equal(a, b) for a, b in zip(*results, strict=True)):
             return False
     return True
 
 
-def _form(
-    module: nn.Module,
-    run: Run,
-    x: torch.Tensor,
-    kind: str,
-    offset: bool,
-    eps: float,
-    names: Sequence[str],
-) -> NormForm | None:
+def _form(module: nn.Module, run: Run, x: torch.Tensor, norm: _Norm) -> NormForm | None:
     """The form in which the kernel's formula answers as ``module`` does, also in bfloat16."""
-    if not names or any("." in name for name in names):
+    if not norm.names or any("." in name for name in norm.names):
         return None  # kernels scale by what the module itself holds
-    weight, bias = (*names, None)[:2]
+    weight, bias = (*norm.names, None)[:2]
     assert weight is not None
+    centred, offset = norm.kind == "layer_norm", float(norm.offset)
     wide, narrow = module, copy.deepcopy(module).to(torch.bfloat16)
     for early in (False, True):
-        form = NormForm(kind == "layer_norm", eps, float(offset), early, weight, bias)
+        form = NormForm(centred, norm.eps, offset, early, weight, bias)
         if all(
             _same(computed(twin, form, given), run(twin, given), tolerance)
             for twin, given, tolerance in (
