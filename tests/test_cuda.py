@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -328,6 +329,7 @@ def test_each_rank_takes_its_own_device(
     monkeypatch.setattr(dist, "init_process_group", started.append)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "group", types.SimpleNamespace(WORLD=torch.nn.Identity()))
     for name, value in {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(world, "init_device_mesh", lambda *args, **_: args)
