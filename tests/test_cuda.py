@@ -332,6 +332,8 @@ def test_each_rank_takes_its_own_device(
     monkeypatch.setattr(dist, "group", types.SimpleNamespace(WORLD=torch.nn.Identity()))
     for name, value in {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(world, "init_device_mesh", lambda *args, **_: args)
+    monkeypatch.setattr(
+        world, "init_device_mesh", lambda *args, **_: types.SimpleNamespace(args=args)
+    )
     mesh: Any = world.world_mesh()
-    assert (taken, started, mesh) == (chosen, ["nccl"], ("cuda", (4,)))
+    assert (taken, started, mesh.args) == (chosen, ["nccl"], ("cuda", (4,)))

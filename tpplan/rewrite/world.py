@@ -14,8 +14,9 @@ from tpplan.comm.meshes import known, part_of, tp_of
 
 T = TypeVar("T")
 
-# all models of a world are on one mesh; it goes when the process group is destroyed
-_WORLDS: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+# all models of a world are on one mesh, which holds the process group and is not kept for it
+_Worlds = weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]]
+_WORLDS: _Worlds = weakref.WeakKeyDictionary()
 
 
 def own_mesh(mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, DeviceMesh | None, int]:
@@ -63,10 +64,11 @@ def world_mesh() -> DeviceMesh | None:
     device = "cuda" if on_gpus else "cpu"
     group = dist.group.WORLD
     assert group is not None
-    if group not in _WORLDS:
-        sizes = (dist.get_world_size(),)
-        _WORLDS[group] = init_device_mesh(device, sizes, mesh_dim_names=("tp",))
-    return _WORLDS[group]
+    mesh = _WORLDS[group]() if group in _WORLDS else None
+    if mesh is None:
+        mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+        _WORLDS[group] = weakref.ref(mesh)
+    return mesh
 
 
 def _start() -> None:
