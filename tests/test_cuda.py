@@ -318,6 +318,13 @@ def test_local_tensors_are_of_the_queue_that_a_forward_runs_on(cuda: Cuda) -> No
     assert [whole.moved(), whole.moved()] == [True, False]
 
 
+class _Asked:
+    """What a mesh was to be made of."""
+
+    def __init__(self, *args: Any, **_: Any) -> None:
+        self.args = args
+
+
 @pytest.mark.parametrize(("current", "chosen"), [(0, [3]), (2, [])])
 def test_each_rank_takes_its_own_device(
     current: int, chosen: list[int], cuda: Cuda, monkeypatch: pytest.MonkeyPatch
