@@ -339,8 +339,6 @@ def test_each_rank_takes_its_own_device(
     monkeypatch.setattr(dist, "group", types.SimpleNamespace(WORLD=torch.nn.Identity()))
     for name, value in {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        world, "init_device_mesh", lambda *args, **_: types.SimpleNamespace(args=args)
-    )
+    monkeypatch.setattr(world, "init_device_mesh", _Asked)
     mesh: Any = world.world_mesh()
     assert (taken, started, mesh.args) == (chosen, ["nccl"], ("cuda", (4,)))
