@@ -22,6 +22,7 @@ from tests.rewrite import MODES, SIZES
 from tests.stacked import RULES, WIDTH, Stacked, ids_of
 
 PLAN = {"tpplan": 1, "rules": {**RULES, "layers.*.wide": "colwise"}}
+NAMES = {True: ("gain", "shift"), False: ("weight", "bias")}
 TIGHT = 1e-11
 
 
@@ -103,8 +104,9 @@ def order_job(mesh: DeviceMesh, order: str, sp: bool) -> Errors:
     found, reference, model = Findings(), _made(order), _made(order)
     model = tpplan.parallelize(model, PLAN, mesh=mesh, sequence_parallel=sp)
     plan = model._tpplan_plan
-    kernels = [plan.modules[path].kernel for path in ("norm", "layers.0.norm")]
-    found.add("kernels", same(all(kernel is not None for kernel in kernels)))
+    form = plan.modules["layers.0.norm"].kernel.form
+    found.add("names", same(form.names == NAMES[ORDERS[order] is None]))
+    found.add("wide", same(plan.modules["layers.0.wide"].norm is not None))
     for turn, shape in enumerate([(2, 8), (3, 5)]):
         ids = ids_of(*shape)
 

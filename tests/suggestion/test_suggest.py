@@ -185,6 +185,19 @@ def test_costs_say_why_a_plan_was_taken() -> None:
     assert "h100-nvlink" in text
 
 
+def test_costs_of_images_are_of_no_number_of_tokens() -> None:
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        image_size=16,
+        patch_size=8,
+    )
+    found = find(transformers.ViTModel(config), 2)
+    assert "a training step at tp 2, batch 1, h100-nvlink, as modelled" in explained(found)
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my.yaml"
     model = "tests.suggestion.odd:made"

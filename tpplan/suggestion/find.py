@@ -85,7 +85,7 @@ def find(
     """
     if tp < 2:
         raise PlanError([Diagnostic(f"a plan is suggested for at least 2 ranks, not {tp}")])
-    shape = (batch, seq) if inputs is None else shape_of(call_for(model, inputs))
+    shape = shape_of(call_for(model, inputs, batch, seq))
     task = Task(tp, *shape, load_hardware(hardware or DEFAULT), inputs)
     # whatever the caller does with the model itself
     with one_thread(), torch.enable_grad(), as_before(model):
