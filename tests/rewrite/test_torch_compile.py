@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tpplan
 from tests.compare import Errors, Findings, beyond, error, full, step
@@ -165,3 +166,42 @@ def unread(mesh: DeviceMesh, output: str) -> Errors:
 def test_results_that_nothing_reads(ranks: Ranks, tp: int, output: str) -> None:
     """Where nothing reads a result its gradient is plain zeros (pytorch#172556)."""
     assert beyond(ranks.run(tp, unread, output)) == {}
+
+
+def given_the_stream(mesh: DeviceMesh) -> Errors:
+    """Layers that are called with the stream as a DTensor of the user's, as a stage's may be."""
+    reference = nn.Sequential(Layer(), Layer())
+    randomize(reference, 0, 0.5)
+    rules = {"*.norm": "sequence_parallel", "*.up": "colwise", "*.down": "rowwise"}
+    model = tpplan.parallelize(
+        copy.deepcopy(reference),
+        {"tpplan": 1, "rules": rules},
+        mesh,
+        sequence_parallel=True,
+        inputs=torch.zeros(1, 8, 8),
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = Findings()
+    for length in (8, 9):
+        generator = torch.Generator().manual_seed(length)
+        whole = torch.randn(2, length, 8, generator=generator).requires_grad_()
+        sharded = distribute_tensor(whole.detach(), mesh, [Shard(1)]).requires_grad_()
+
+        def run(
+            m: nn.Module, whole: torch.Tensor = whole, sharded: DTensor = sharded
+        ) -> dict[str, torch.Tensor]:
+            out = compiled(sharded).full_tensor() if m is model else m(whole)
+            return {"objective": out.square().mean(), "out": out}
+
+        found.add(f"length {length}", step(reference, model, run))
+        assert whole.grad is not None
+        assert sharded.grad is not None
+        found.add(f"length {length}, input", {"gradient": error(whole.grad, sharded.grad)})
+    return found.errors
+
+
+@pytest.mark.turns(24)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_given_the_stream(ranks: Ranks, tp: int) -> None:
+    assert beyond(ranks.run(tp, given_the_stream)) == {}

@@ -242,12 +242,12 @@ class Stream:
             x = x.redistribute(placements=[Shard(self.dim)])
         rows = chunk(x.size(self.dim), self.group.size)
         if torch.compiler.is_compiling():
-            if not isinstance(x, Sharded):
-                compat.bind_to_sizes(x)
-            return traced.rows_of(x, self.dim, rows)
-        if isinstance(x, Sharded):
+            if isinstance(x, Sharded):
+                return traced.rows_of(x, self.dim, rows)
+            compat.bind_to_sizes(x)
+        elif isinstance(x, Sharded):
             return rows_of(x, rows)
-        if compat.mesh_of(x) is self.mesh and type(compat.local_of(x)) is torch.Tensor:
+        elif compat.mesh_of(x) is self.mesh and type(compat.local_of(x)) is torch.Tensor:
             return rows_of(x, rows, self.source)
         return pad(x.to_local(), self.dim, rows)
 
