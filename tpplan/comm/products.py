@@ -198,18 +198,21 @@ def product(
 
     The gradient of the weight is deferred where it has an account and takes long enough.
     """
-    ready: list[Ready] | None = getattr(x, READY, None)
+    if torch.compiler.is_compiling():  # which neither cuts nor keeps anything
+        return F.linear(x, weight.t() if transposed else weight, bias)
+    told = x.__dict__  # to ask a tensor for what it has not takes many times as long
+    ready: list[Ready] | None = told.get(READY)
     if ready:
         asked = x, weight, bias, transposed
         found = next((i for i, r in enumerate(ready) if r.serves(*asked)), None)
         if found is not None:
             one = ready.pop(found)
             return one.made if bias is None or one.bias is bias else one.made + bias
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-        account = getattr(weight, ACCOUNT, None)
+    if torch.is_grad_enabled():
+        account = weight.__dict__.get(ACCOUNT)
         if account is not None and x.dim() > 1:
             large = x.numel() * weight.size(-1 if transposed else 0) >= WORTH
-            if large or hasattr(x, _ROWS) or hasattr(x, _MADE):
+            if large or _ROWS in told or _MADE in told:
                 own, rows, made = _kept(x)
                 device = x.device.type
                 if torch.is_autocast_enabled(device) and x.dtype != torch.float64:

@@ -72,6 +72,7 @@ from tpplan.compat.tensors import StridedShard as StridedShard
 from tpplan.compat.tensors import dtensor as dtensor
 from tpplan.compat.tensors import dtensor_spec as dtensor_spec
 from tpplan.compat.tensors import full_states_by as full_states_by
+from tpplan.compat.tensors import gradient_around as gradient_around
 from tpplan.compat.tensors import kept_by_fsdp as kept_by_fsdp
 from tpplan.compat.tensors import local_of as local_of
 from tpplan.compat.tensors import mesh_of as mesh_of

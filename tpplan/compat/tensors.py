@@ -100,6 +100,7 @@ def _left_alone(function: Any) -> None:
 
 
 _exported = there(DTensor, "__init__")
+_GIVEN = "_tpplan_given"
 
 
 def _quickly_made() -> None:
@@ -120,6 +121,7 @@ def _quickly_detached() -> None:
     """Let ``detach`` of a DTensor take less time: autograd detaches each gradient that it keeps.
 
     As torch has it, it goes the way of all ops, whose sharding is looked up: 3 % of a small step.
+    Of one from ``gradient_around`` what is inside is no part of a graph, and needs no other name.
     """
     op = torch.ops.aten.detach.default
     if find_torch_dispatch_rule(op, DTensor) is not None:
@@ -128,7 +130,8 @@ def _quickly_detached() -> None:
 
     def detached(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> DTensor:
         x: DTensor = args[0]
-        return make(DTensor, func(x._local_tensor), x._spec, requires_grad=False)  # type: ignore[no-any-return]
+        local = x._local_tensor if _GIVEN in x.__dict__ else func(x._local_tensor)
+        return make(DTensor, local, x._spec, requires_grad=False)  # type: ignore[no-any-return]
 
     _left_alone(detached)
     torch.library.register_torch_dispatch(op, DTensor, detached)
@@ -226,6 +229,15 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTenso
         local = local.detach()
     # what DTensor.__new__ is: DTensor.__init__ does nothing, for more than half of the time
     return torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
+
+
+def gradient_around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around what an eager backward gives to a parameter, which is not recorded."""
+    if local.requires_grad:
+        return dtensor(local, spec)
+    made: DTensor = torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[attr-defined]
+    made.__dict__[_GIVEN] = True
+    return made
 
 
 def unflattened(kind: type[DTensor], inner: Any, context: Any, size: Any, stride: Any) -> DTensor:

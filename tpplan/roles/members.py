@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -70,9 +69,12 @@ def hand_over_late(module: Lowered) -> None:
             return
 
 
-@contextlib.contextmanager
-def called(module: Lowered) -> Iterator[None]:
-    """While ``module`` runs, which was called with no rewritten module around it that runs.
+def outermost(
+    module: Lowered, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What ``step`` gives, as ``module`` was called with no rewritten module around that runs.
+
+    No context: of what runs once for a call, each frame is paid for with cold caches.
 
     Raises:
         RuntimeError: in a transform of torch.func's, which these autograd functions do not know.
@@ -87,11 +89,12 @@ def called(module: Lowered) -> Iterator[None]:
     stream = state.stream
     start = stream.begin()
     try:
-        yield
+        out = step(*args, **kwargs)
     finally:
         stream.end(start, state.plan.path)
     for keeping in _keeping_in(module):
         put_right(keeping)
+    return out
 
 
 def _keeping_in(module: Lowered) -> list[Keeping]:

@@ -13,7 +13,7 @@ from tpplan import compat
 from tpplan.comm import chunk, copy_in, join, split
 from tpplan.places import Argument, at, taken, with_at
 from tpplan.roles.lowered import Lowered
-from tpplan.roles.members import called
+from tpplan.roles.members import outermost
 
 
 def replaced(
@@ -125,8 +125,7 @@ class SequenceParallel(Lowered):
         if not stream.sequence_parallel or state.length is not None:
             return super().forward(*args, **kwargs)
         if stream.shared is None:
-            with called(self):
-                return self._tpplan_rows(*args, **kwargs)
+            return outermost(self, self._tpplan_rows, args, kwargs)
         return self._tpplan_rows(*args, **kwargs)
 
     def _tpplan_rows(self, *args: Any, **kwargs: Any) -> Any:

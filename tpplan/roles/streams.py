@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from tpplan.roles.draws import draws_in_training
 from tpplan.roles.later import require_none_added, require_none_replaced
 from tpplan.roles.logits import Logits
 from tpplan.roles.lowered import Lowered, looks
-from tpplan.roles.members import called, hand_over_late, members_of, prepare
+from tpplan.roles.members import hand_over_late, members_of, outermost, prepare
 from tpplan.roles.narrow import narrowed
 from tpplan.roles.sequence import replaced, require_graph, require_sequence
 
@@ -45,52 +44,62 @@ class Container(Lowered):
                 f"{state.plan.path or 'the model'}: {tracer} records no collectives, so a model "
                 "that is sharded cannot be traced; trace it before tpplan.parallelize"
             )
-        with called(self), self._tpplan_unsplit(args, kwargs):
-            return self._tpplan_contain(*args, **kwargs)
+        short = state.stream.sequence_parallel and self._tpplan_is_short(args, kwargs)
+        step = self._tpplan_unsplit if short else self._tpplan_contain
+        return outermost(self, step, args, kwargs)
 
-    def _tpplan_unsplit(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[None]:
-        """A stream of fewer tokens than ranks (a step of decoding) is whole on each of them.
+    def _tpplan_is_short(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the stream has fewer tokens than ranks (a step of decoding).
 
         Its rows would be padded to one for each rank, and sent twice as often.
         """
         stream = self._tpplan.stream
-        if not stream.sequence_parallel or torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return contextlib.nullcontext()
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return False
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         x = next((t for t in given if t.dim() > stream.dim), None)
         if x is None or x.size(stream.dim) >= stream.group.size:
-            return contextlib.nullcontext()
-        sharded = any(isinstance(t, DTensor) for t in given)
-        return contextlib.nullcontext() if sharded else stream.unsplit()
+            return False
+        return not any(isinstance(t, DTensor) for t in given)
+
+    def _tpplan_unsplit(self, *args: Any, **kwargs: Any) -> Any:
+        """With the stream whole on each rank."""
+        with self._tpplan.stream.unsplit():
+            return self._tpplan_contain(*args, **kwargs)
 
     def _tpplan_contain(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
         stream = state.stream
         if state.inside:
             return self._tpplan_around(*args, **kwargs)
-        config = getattr(self, "config", None)
-        if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
+        asked = kwargs.get("output_attentions")
+        if asked or (asked is None and self._tpplan_tells_attentions()):
             raise ValueError(
                 "output_attentions: each rank computes the attention weights of its own heads "
                 "only; ask the unsharded model for them"
             )
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
             self._check(args, kwargs)
+            if stream.moved():
+                for _, own in members_of(self):
+                    own.drop()
         elif stream.sequence_parallel and torch.is_grad_enabled():
             require_none_added(self, stream.group)
-        if stream.moved():
-            for _, own in members_of(self):
-                own.drop()
         prepare(self, summed_only=True)
         out = self._tpplan_around(*args, **kwargs)
-        if not stream.sequence_parallel and torch.compiler.is_compiling():
-            return out
-        given = any(stream.is_sharded(x) for x in (*args, *kwargs.values()))
-        if stream.sequence_parallel and not given and not stream.hands_on:
-            return _converted(out, self._whole)
-        return _converted(out, self._logits)
+        if not stream.sequence_parallel:
+            return out if compiling else _converted(out, self._logits)
+        if stream.hands_on or any(stream.is_sharded(x) for x in (*args, *kwargs.values())):
+            return _converted(out, self._logits)
+        return _converted(out, self._whole)
+
+    def _tpplan_tells_attentions(self) -> bool:
+        """Whether it does so where a call says nothing; to ask for what is not there is slow."""
+        config = self.__dict__.get("config")
+        if config is None:
+            config = getattr(type(self), "config", None) and getattr(self, "config", None)
+        return config is not None and bool(getattr(config, "output_attentions", False))
 
     def _tpplan_around(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, around the modules that it calls."""
@@ -192,8 +201,7 @@ class InStack(Lowered):
         state = self._tpplan
         if state.stream.shared is not None:
             return self._tpplan_step(*args, **kwargs)
-        with called(self):
-            return self._tpplan_step(*args, **kwargs)
+        return outermost(self, self._tpplan_step, args, kwargs)
 
     def _tpplan_step(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
@@ -311,8 +319,7 @@ class Entering(Lowered):
             return self._tpplan_enter(*args, **kwargs)
         if state.plan.projection and state.alone:
             return super().forward(*args, **kwargs)
-        with called(self):
-            return self._tpplan_enter(*args, **kwargs)
+        return outermost(self, self._tpplan_enter, args, kwargs)
 
     def _tpplan_enter(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
