@@ -252,6 +252,15 @@ def refusals_job(mesh: DeviceMesh, sp: bool) -> Errors:
         found.add(f"{name}: {kind}: {message[:80]}", same(clear))
         kind, message = attempt(model.model, input_ids=token_ids(2, 8, rank))
         found.add(f"{name}, base model: {kind}", same(kind == "ValueError"))
+
+    fresh = sharded(hf("Llama", attn_implementation="eager"), mesh, sp)
+    for told in (False, True):  # None, as transformers gives it on, is what the config says
+        fresh.config.output_attentions = told
+        for asked in (False, True, None):
+            kind, message = attempt(fresh, input_ids=token_ids(2, 8, 0), output_attentions=asked)
+            refused = kind == "ValueError" and "attention weights of its own heads" in message
+            due = told if asked is None else asked
+            found.add(f"attention weights, {told}, {asked}: {message}", same(refused == due))
     return found.errors
 
 
