@@ -129,7 +129,7 @@ class _Localize(torch.autograd.Function):
             made = _traced(local, ctx.specs, ctx.by_rows, ctx.saved_tensors)
             return (None, None, None, None, *made)
         every = zip(local, ctx.specs, ctx.by_rows, strict=True)
-        wrapped = [None if g is None else _given(g, spec, rows) for g, spec, rows in every]
+        wrapped = [None if g is None else _wrapped(g, spec, rows) for g, spec, rows in every]
         return (None, None, None, None, *wrapped)
 
 
@@ -167,12 +167,8 @@ def _shared(grads: Sequence[torch.Tensor | None], ctx: Any) -> list[int]:
     return found
 
 
-def _given(grad: torch.Tensor, spec: compat.DTensorSpec, by_rows: bool) -> DTensor:
-    return RowsTensor.around(grad, spec) if by_rows else compat.gradient_around(grad, spec)
-
-
 def _wrapped(grad: torch.Tensor, spec: compat.DTensorSpec, by_rows: bool) -> DTensor:
-    return RowsTensor.around(grad, spec) if by_rows else compat.dtensor(grad, spec)
+    return RowsTensor.around(grad, spec) if by_rows else compat.gradient_around(grad, spec)
 
 
 def _traced(

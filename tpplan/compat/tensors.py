@@ -232,7 +232,7 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec, kind: type[DTensor] = DTenso
 
 
 def gradient_around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around what an eager backward gives to a parameter, which is not recorded."""
+    """A DTensor around what an eager backward gives to a parameter; differentiable."""
     if local.requires_grad:
         return dtensor(local, spec)
     made: DTensor = torch.Tensor._dtensor__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[attr-defined]

@@ -96,10 +96,9 @@ class Container(Lowered):
 
     def _tpplan_tells_attentions(self) -> bool:
         """Whether it does so where a call says nothing; to ask for what is not there is slow."""
-        config = self.__dict__.get("config")
-        if config is None:
-            config = getattr(type(self), "config", None) and getattr(self, "config", None)
-        return config is not None and bool(getattr(config, "output_attentions", False))
+        has = "config" in self.__dict__ or hasattr(type(self), "config")
+        config = getattr(self, "config", None) if has else None
+        return bool(getattr(config, "output_attentions", False))
 
     def _tpplan_around(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, around the modules that it calls."""
