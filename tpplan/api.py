@@ -23,7 +23,7 @@ from tpplan.planner.kernels import implementations
 from tpplan.planner.match import fold
 from tpplan.proof import Verification
 from tpplan.rewrite import apply, device_type, idle, plan_of
-from tpplan.rewrite.launch import agreed
+from tpplan.rewrite.launch import agreed, require_same_order
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.rewrite.world import own_mesh
 from tpplan.shipped import PlanSource
@@ -89,7 +89,7 @@ def parallelize(
     if own is not None and tp * ep > 1:
         if prove:
             proof.prove_once(model, compiled, own, inputs)
-        rehearse(model, compiled, own, inputs)
+        require_same_order(rehearse(model, compiled, own, inputs), own)
     apply(model, compiled, own, src_data_rank, pace=pace)
     adapters.introduce()
     if tp_mesh is not None and tp > 1:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 
 import pytest
+from torch._functorch import partitioners
 from torch.distributed.tensor import _dispatch
 
 from tests.docs.pages import page
@@ -68,9 +69,9 @@ def test_there_are_many() -> None:
 
 @functools.cache
 def source() -> set[str]:
-    """All that may be said, by DTensor as well."""
+    """All that may be said, by DTensor and by AOTAutograd as well."""
     said = {part for said in messages(ROOMS + OTHERS) for part in said.parts}
-    return {*said, *constants(), inspect.getsource(_dispatch)}
+    return {*said, *constants(), *map(inspect.getsource, (_dispatch, partitioners))}
 
 
 @pytest.mark.turns(32)

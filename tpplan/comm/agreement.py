@@ -1,4 +1,4 @@
-"""Whether the ranks of a group agree: on what they are fed, its gradients, and random numbers."""
+"""Whether the ranks of a group agree: on what they are fed, send, draw, and on gradients."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from tpplan.comm.conjugates import is_copied
 from tpplan.comm.randomness import Randomness
 
 SWITCH = "TPPLAN_CHECK_RANKS"
+ONE_ORDER = (
+    "code that goes through a set, say, goes another way in each process; let it go through a "
+    "list, or sort it"
+)
 _OFTEN = 256
 _APART = 1e-2
 """Of a gradient's size: what rounding does not make on ranks that compute the same."""
@@ -66,11 +70,18 @@ def require_same_inputs(
         randomness: compared as well, where the ranks are going to draw the same masks.
 
     Raises:
-        ValueError: where a rank was given other inputs than the first, or stands elsewhere in the
-            random sequence.
+        ValueError: where a rank was given other inputs than the first, stands elsewhere in the
+            random sequence, or has sent something else before.
     """
     everybody = _everybody(list(_compared(inputs)), group, site, device_type, randomness)
-    other = _first_other([batch for batch, _ in everybody])
+    other = _first_other([sent for *_, sent in everybody])
+    if other is not None:
+        raise ValueError(
+            f"rank {other} of the tensor-parallel group has sent something else than rank 0 since "
+            "they were compared last, or in another order, so that what both computed is wrong: "
+            f"{ONE_ORDER}"
+        )
+    other = _first_other([batch for batch, *_ in everybody])
     if other is not None:
         raise ValueError(
             f"rank {other} of the tensor-parallel group was given another batch than rank 0: "
@@ -78,7 +89,7 @@ def require_same_inputs(
             "data-parallel ranks, not the whole world; when tokens are sampled, give all ranks of "
             "a tp group the same torch.manual_seed)"
         )
-    other = _first_other([random for _, random in everybody])
+    other = _first_other([random for _, random, _ in everybody])
     if other is not None:
         raise ValueError(
             f"the random state of rank {other} of the tensor-parallel group is not that of rank 0, "
@@ -97,7 +108,7 @@ def require_same_routing(
         ValueError: where a rank chose others than the first.
     """
     everybody = _everybody(chosen, group, site, device_type, None)
-    other = _first_other([choice for choice, _ in everybody])
+    other = _first_other([choice for choice, *_ in everybody])
     if other is not None:
         raise ValueError(
             f"{site.module}: rank {other} of the tensor-parallel group sends tokens to other "
@@ -183,8 +194,9 @@ def _compared(inputs: Any, listed: bool = False) -> Iterator[torch.Tensor]:
         if not listed or not (inputs.is_floating_point() or inputs.is_complex()):
             yield inputs
     elif isinstance(inputs, Mapping):
-        for value in inputs.values():
-            yield from _compared(value, listed)
+        # in an order of ours: that of a set that they were made from is each process' own
+        for key in sorted(inputs, key=str):
+            yield from _compared(inputs[key], listed)
     elif isinstance(inputs, list | tuple):
         for value in inputs:
             yield from _compared(value, listed=True)
@@ -193,14 +205,15 @@ def _compared(inputs: Any, listed: bool = False) -> Iterator[torch.Tensor]:
 def _fingerprints(
     tensors: list[torch.Tensor], group: Group, device_type: str, randomness: Randomness | None
 ) -> torch.Tensor:
-    """(1, 2) numbers of this rank, on the device it sends from: of its inputs, of its place in
-    the random sequence."""
+    """(1, 3) numbers of this rank, on the device it sends from: of its inputs, of its place in
+    the random sequence, of what it has sent."""
+    sent = torch.full((), group.sent.digest, dtype=torch.long, device=device_type)
     batch = torch.full((), len(tensors), dtype=torch.long, device=device_type)
     for t in tensors:  # in their order: what two of them swap is noticed
         batch = batch * _FIRST + _fingerprint(t, group).to(device_type)
     position = 0 if randomness is None else randomness.fingerprint()
     random = torch.full((), position, dtype=torch.long, device=device_type)
-    return torch.stack([batch, random]).reshape(1, 2)
+    return torch.stack([batch, random, sent]).reshape(1, 3)
 
 
 def _fingerprint(tensor: torch.Tensor, group: Group) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ from tpplan.kernels.transition import is_view, pack, unpack
 
 _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
+_STEP, _SIZE = 1_000_003, 2**61 - 1
 # others may be more than what they hold
 _WRITTEN = (torch.Tensor, FakeTensor)
 
@@ -44,12 +46,23 @@ UNTRANSFORMED = (
 )
 
 
+class Sent:
+    """A number for what a rank has sent, and in which order."""
+
+    def __init__(self) -> None:
+        self.digest = 0
+
+    def add(self, site: Site) -> None:
+        """One more collective; of compiled graphs, whose order is theirs, none is."""
+        self.digest = (self.digest * _STEP + site.number) % _SIZE
+
+
 @dataclass(frozen=True)
 class Group:
     """The ranks of one tensor-parallel group, as the collectives need them.
 
     ``mesh``: of these ranks, for what is placed on them. ``fuse``: whether the copies before and
-    after a collective are kernels' work.
+    after a collective are kernels' work. ``sent``: over this group, as all its ranks should have.
     """
 
     mesh: DeviceMesh = field(compare=False, repr=False)
@@ -57,6 +70,7 @@ class Group:
     size: int
     rank: int
     fuse: bool = False
+    sent: Sent = field(default_factory=Sent, compare=False, repr=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh, fuse: bool = False) -> Group:
@@ -79,6 +93,11 @@ class Site:
     phase: str | None = None
     routed: bool = False
     fused: bool = False
+
+    @functools.cached_property
+    def number(self) -> int:
+        """The same in all processes."""
+        return zlib.crc32(f"{self.module} {self.reason} {self.phase}".encode())
 
 
 class Observer(TorchDispatchMode):
@@ -128,14 +147,14 @@ class Handle:
         return sent if self._finish is None else self._finish(sent)  # type: ignore[no-any-return]
 
 
-def _started(site: Site, op: Any, *args: Any) -> torch.Tensor:
+def _started(site: Site, group: Group, op: Any, x: torch.Tensor, *how: Any) -> torch.Tensor:
     """What the collective ``op`` writes, issued from ``site``."""
     if torch.compiler.is_compiling():
-        return op(*args)  # type: ignore[no-any-return]
-    untransformed(args[0], site.module)
-    _tell(site)
+        return op(x, *how, group.name)  # type: ignore[no-any-return]
+    untransformed(x, site.module)
+    _tell(site, group, x)
     with below_autograd():
-        return op(*args)  # type: ignore[no-any-return]
+        return op(x, *how, group.name)  # type: ignore[no-any-return]
 
 
 def untransformed(x: torch.Tensor | None, module: str) -> None:
@@ -148,8 +167,10 @@ def untransformed(x: torch.Tensor | None, module: str) -> None:
         raise RuntimeError(f"{module or 'the model'}: {UNTRANSFORMED}")
 
 
-def _tell(site: Site) -> None:
-    """Where the next collective comes from, to who observes."""
+def _tell(site: Site, group: Group, x: torch.Tensor) -> None:
+    """Where the next collective comes from, to who observes, and to who compares the ranks."""
+    if type(x) is not FakeTensor:
+        group.sent.add(site)
     if dispatch_is_observed():
         for mode in dispatch_modes():
             if isinstance(mode, Observer):
@@ -213,7 +234,7 @@ def local_slice(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 def start_all_reduce(x: torch.Tensor, group: Group, site: Site, op: str = "sum") -> Handle:
     """Begin ``all_reduce``."""
-    return Handle(_started(site, _ops.all_reduce, x, op, group.name), site)
+    return Handle(_started(site, group, _ops.all_reduce, x, op), site)
 
 
 def all_reduce(x: torch.Tensor, group: Group, site: Site, op: str = "sum") -> torch.Tensor:
@@ -223,7 +244,7 @@ def all_reduce(x: torch.Tensor, group: Group, site: Site, op: str = "sum") -> to
 
 def start_all_reduce_(x: torch.Tensor, group: Group, site: Site) -> Handle:
     """Begin to sum over the ranks into ``x`` itself, contiguous and nobody else's."""
-    return Handle(_started(site, _ops.all_reduce_, x, "sum", group.name), site)
+    return Handle(_started(site, group, _ops.all_reduce_, x, "sum"), site)
 
 
 def may_hold_sum(x: torch.Tensor) -> bool:
@@ -243,21 +264,21 @@ def may_hold_sum(x: torch.Tensor) -> bool:
 
 def start_stacked(x: torch.Tensor, group: Group, site: Site) -> Handle:
     """Begin to gather (ranks, *shape) of what each rank has, of the shape of ``x``."""
-    whole = _started(site, _ops.all_gather_into_tensor, x.contiguous(), group.size, group.name)
+    whole = _started(site, group, _ops.all_gather_into_tensor, x.contiguous(), group.size)
     return Handle(whole, site, lambda sent: sent.view(group.size, *x.shape))
 
 
 def start_reduce_scatter_stacked(x: torch.Tensor, group: Group, site: Site) -> Handle:
     """Begin to sum (ranks, ...) over the ranks, each of which gets its part of the first."""
     flat = x.flatten(0, 1).contiguous()
-    part = _started(site, _ops.reduce_scatter_tensor, flat, "sum", group.size, group.name)
+    part = _started(site, group, _ops.reduce_scatter_tensor, flat, "sum", group.size)
     return Handle(part, site, lambda sent: sent.view(x.shape[1:]))
 
 
 def start_all_gather(x: torch.Tensor, dim: int, length: int, group: Group, site: Site) -> Handle:
     """Begin ``all_gather``."""
     op = _ops.all_gather_into_tensor
-    whole = _started(site, op, x.contiguous(), group.size, group.name)
+    whole = _started(site, group, op, x.contiguous(), group.size)
     return Handle(whole, site, functools.partial(_unpacked, list(x.shape), dim, length, group))
 
 
@@ -286,7 +307,7 @@ def all_gather_products(
     x: torch.Tensor, matrices: list[torch.Tensor], dim: int, group: Group, site: Site
 ) -> list[torch.Tensor]:
     """The whole of every rank's ``x`` along ``dim``, and its products, by torch's fused op."""
-    _tell(dataclasses.replace(site, fused=True))
+    _tell(dataclasses.replace(site, fused=True), group, x)
     whole, made = fused_all_gather_matmul(x, matrices, dim, group.name)
     return [whole, *(y.contiguous() for y in made)]
 
@@ -295,7 +316,7 @@ def product_reduce_scatter(
     x: torch.Tensor, matrix: torch.Tensor, dim: int, group: Group, site: Site
 ) -> torch.Tensor:
     """This rank's rows along ``dim`` of the product, summed over the ranks, by torch's op."""
-    _tell(dataclasses.replace(site, fused=True))
+    _tell(dataclasses.replace(site, fused=True), group, x)
     return fused_matmul_reduce_scatter(x, matrix, dim, group.name).contiguous()
 
 
@@ -309,7 +330,7 @@ def all_to_all(
         sent, received: how many rows go to each rank, and come from it.
     """
     op = _ops.all_to_all_single
-    return Handle(_started(site, op, x.contiguous(), received, sent, group.name), site).wait()
+    return Handle(_started(site, group, op, x.contiguous(), received, sent), site).wait()
 
 
 def start_reduce_scatter(
@@ -340,7 +361,7 @@ def start_reduce_scatter(
         elif dim > 0:
             x = x.reshape(group.size, *shape[1:dim], rows, *shape[dim + 1 :])
     op = _ops.reduce_scatter_tensor
-    part = _started(site, op, x.contiguous(), "sum", group.size, group.name)
+    part = _started(site, group, op, x.contiguous(), "sum", group.size)
     return Handle(part, site, None if bias is None else functools.partial(_shifted, bias))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpplan.comm.agreement import ONE_ORDER
 from tpplan.compiled import CompiledPlan
 from tpplan.observe.examples import does_not_run
 
@@ -36,8 +38,9 @@ def agreed(
     Raises:
         ValueError: on all, where some of them fail, or they differ, with what differs.
     """
-    if mesh is None or mesh.size() == 1 or dist.get_backend(mesh.get_group(0)) == "fake":
+    if _alone(mesh):
         return compile_plan()
+    assert mesh is not None
     failed: Exception | None = None
     facts: dict[str, str] = {}
     try:
@@ -46,7 +49,7 @@ def agreed(
     except Exception as error:
         failed = error
     told = f"{type(failed).__name__}: {failed}" if failed is not None else None
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    digest = _digest(facts)
     other_inputs = failed is not None and does_not_run(failed)
     everyone = _everyones((told, digest, other_inputs), mesh)
     failures = [said for said, _, _ in everyone]
@@ -59,6 +62,29 @@ def agreed(
     if any(other != digest for _, other, _ in everyone):
         _raise_difference(_everyones(facts, mesh), mesh)
     return compiled
+
+
+def require_same_order(sent: list[str], mesh: DeviceMesh | None) -> None:
+    """Have all ranks of ``mesh`` send the same in the same order; one small exchange.
+
+    Raises:
+        ValueError: on all, where they do not.
+    """
+    if _alone(mesh):
+        return
+    assert mesh is not None
+    if len(set(_everyones(_digest(sent), mesh))) > 1:
+        _raise_order("sends", _everyones(sent, mesh), mesh)
+
+
+def _alone(mesh: DeviceMesh | None) -> bool:
+    """Whether there are no other ranks that could differ."""
+    return mesh is None or mesh.size() == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
+
+
+def _digest(value: Any) -> str:
+    """Of something in its order."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _facts(
@@ -104,6 +130,16 @@ def _named(rank: int, mesh: DeviceMesh) -> str:
     return f"rank {rank} of the {mesh.size(0)} × {mesh.size(1)} of ep and tp"
 
 
+def _raise_order(does: str, everyone: list[list[str]], mesh: DeviceMesh) -> None:
+    for rank, own in enumerate(everyone):
+        pairs = itertools.zip_longest(own, everyone[0], fillvalue="nothing")
+        mine, first = next(((a, b) for a, b in pairs if a != b), ("", ""))
+        if mine != first:
+            raise ValueError(
+                f"{_named(rank, mesh)} {does} {mine} where rank 0 {does} {first}: {ONE_ORDER}"
+            )
+
+
 def _raise_difference(everyone: list[dict[str, str]], mesh: DeviceMesh) -> None:
     first = everyone[0]
     for rank, other in enumerate(everyone):
@@ -119,3 +155,4 @@ def _raise_difference(everyone: list[dict[str, str]], mesh: DeviceMesh) -> None:
                 f"{_named(rank, mesh)} is about to do something else than rank "
                 f"0: {shown}{more}. Give all ranks the same model, plan, options and versions"
             )
+    _raise_order("has the", [list(facts) for facts in everyone], mesh)

@@ -120,13 +120,15 @@ class PlannedStyle(ParallelStyle):
     def _entry(self, boundary: data.Boundary) -> Entry:
         key: tuple[int | str, ...] = (boundary.number, *boundary.shared)
         if key not in self.entries:
-            consumers = [
+            entering = {
                 consumer
                 for path in boundary.shared
                 for other in self.compiled.modules[path].boundaries
                 if other.number == boundary.number
                 for consumer in other.consumers
-            ]
+            }
+            # not as they are called, which code may do in the order of a set
+            consumers = [path for path in self.compiled.modules if path in entering]
             inner = (folded(c.removeprefix(f"{self.plan.path}.")) for c in consumers)
             names = ", ".join(dict.fromkeys(inner))
             rule = _text(self.compiled.modules[consumers[0]])

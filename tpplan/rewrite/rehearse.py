@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpplan.comm import Observer, Site
 from tpplan.compat import FakeTensorMode, NeedsValuesError, quiet
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
@@ -23,10 +24,27 @@ from tpplan.styles.attention import ATTENTION
 from tpplan.styles.replicate import REPLICATE
 
 
+class _Sending(Observer):
+    """Takes down what is sent, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[str] = []
+
+    def at(self, site: Site) -> None:
+        self.sent.append(f"{site.module or 'the model'} ({site.reason})")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def rehearse(
     model: nn.Module, compiled: CompiledPlan, mesh: DeviceMesh, inputs: Any = None
-) -> None:
+) -> list[str]:
     """Rewrite a shadow of ``model`` and run its forward; nothing is computed and nothing sent.
+
+    Returns:
+        what would be sent, in order; up to where its code hangs on numbers, which the proof has.
 
     Raises:
         PlanError: naming the first module whose forward does not work on its shard.
@@ -41,12 +59,13 @@ def rehearse(
         for path, module in shadow.named_modules():
             module.register_forward_pre_hook(passive(lambda *_, path=path: running.append(path)))
             module.register_forward_hook(passive(lambda *_: running.pop() and None))
+        sending = _Sending()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), sending:
                 for args, kwargs in calls:
                     shadow(*args, **kwargs)
         except NeedsValuesError:
-            return  # that the proof runs on numbers
+            return sending.sent
         except Exception as error:
             path = running[-1] if running else ""
             inside = (p for p in compiled.modules if p == path or p.startswith(f"{path}."))
@@ -55,6 +74,7 @@ def rehearse(
             message = f"{fold([path])}: fails on its shard at tp {compiled.tp}: {error}"
             place = stopped_at(place_of(error))
             raise PlanError([Diagnostic(message, rule.position, _cure(error), place)]) from error
+    return sending.sent
 
 
 def _cure(error: Exception) -> str:

@@ -161,7 +161,9 @@ def _converted(value: Any, convert: Callable[[DTensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return convert(value) if isinstance(value, DTensor) else value
     if isinstance(value, dict):
-        for key, item in value.items():
+        # in an order that all ranks have, whose own may be that of a set
+        for key in sorted(value, key=str):
+            item = value[key]
             new = _converted(item, convert)
             if new is not item:
                 value[key] = new
