@@ -35,7 +35,7 @@ from tpplan.kernels.transition import is_view, pack, unpack
 
 _ops = torch.ops._c10d_functional
 _wait = _ops.wait_tensor
-_STEP, _SIZE = 1_000_003, 2**61 - 1
+_STEP, _PRIME = 1_000_003, 2**61 - 1  # of a polynomial hash
 # others may be more than what they hold
 _WRITTEN = (torch.Tensor, FakeTensor)
 
@@ -47,14 +47,14 @@ UNTRANSFORMED = (
 
 
 class Sent:
-    """A number for what a rank has sent, and in which order."""
+    """A number for what a rank has sent, and in which order; but for what compiled graphs send."""
 
     def __init__(self) -> None:
         self.digest = 0
 
     def add(self, site: Site) -> None:
-        """One more collective; of compiled graphs, whose order is theirs, none is."""
-        self.digest = (self.digest * _STEP + site.number) % _SIZE
+        """One more collective came from ``site``."""
+        self.digest = (self.digest * _STEP + site.number) % _PRIME
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Site:
 
     @functools.cached_property
     def number(self) -> int:
-        """The same in all processes."""
+        """The same in all processes, as ``hash`` is not."""
         return zlib.crc32(f"{self.module} {self.reason} {self.phase}".encode())
 
 
@@ -169,7 +169,7 @@ def untransformed(x: torch.Tensor | None, module: str) -> None:
 
 def _tell(site: Site, group: Group, x: torch.Tensor) -> None:
     """Where the next collective comes from, to who observes, and to who compares the ranks."""
-    if type(x) is not FakeTensor:
+    if type(x) is not FakeTensor:  # of which one rank alone may make a run
         group.sent.add(site)
     if dispatch_is_observed():
         for mode in dispatch_modes():

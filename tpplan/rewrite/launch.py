@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,8 @@ def agreed(
     Raises:
         ValueError: on all, where some of them fail, or they differ, with what differs.
     """
-    if _alone(mesh):
+    if not _has_others(mesh):
         return compile_plan()
-    assert mesh is not None
     failed: Exception | None = None
     facts: dict[str, str] = {}
     try:
@@ -70,16 +69,13 @@ def require_same_order(sent: list[str], mesh: DeviceMesh | None) -> None:
     Raises:
         ValueError: on all, where they do not.
     """
-    if _alone(mesh):
-        return
-    assert mesh is not None
-    if len(set(_everyones(_digest(sent), mesh))) > 1:
+    if _has_others(mesh) and len(set(_everyones(_digest(sent), mesh))) > 1:
         _raise_order("sends", _everyones(sent, mesh), mesh)
 
 
-def _alone(mesh: DeviceMesh | None) -> bool:
-    """Whether there are no other ranks that could differ."""
-    return mesh is None or mesh.size() == 1 or dist.get_backend(mesh.get_group(0)) == "fake"
+def _has_others(mesh: DeviceMesh | None) -> TypeGuard[DeviceMesh]:
+    """Whether there are other ranks, which could differ."""
+    return mesh is not None and mesh.size() > 1 and dist.get_backend(mesh.get_group(0)) != "fake"
 
 
 def _digest(value: Any) -> str:
