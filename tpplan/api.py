@@ -23,6 +23,7 @@ from tpplan.planner.kernels import implementations
 from tpplan.planner.match import fold
 from tpplan.proof import Verification
 from tpplan.rewrite import apply, device_type, idle, plan_of
+from tpplan.rewrite.buffers import buffers_of
 from tpplan.rewrite.launch import agreed, require_same_order
 from tpplan.rewrite.rehearse import rehearse
 from tpplan.rewrite.world import own_mesh
@@ -86,17 +87,23 @@ def parallelize(
     compiled = agreed(model, own, compile_here, {"prove": prove, "src_data_rank": src_data_rank})
     pace = _pace(compiled, own)
     _warn(compiled, own, device_type(model) if own is None else own.device_type)
-    if own is not None and tp * ep > 1:
-        if prove:
-            proof.prove_once(model, compiled, own, inputs)
-        require_same_order(rehearse(model, compiled, own, inputs), own)
-    apply(model, compiled, own, src_data_rank, pace=pace)
+    with buffers_of(model, own, src_data_rank):
+        if own is not None and tp * ep > 1:
+            if prove:
+                proof.prove_once(model, compiled, own, inputs)
+            require_same_order(rehearse(model, compiled, own, inputs), own)
+        apply(model, compiled, own, src_data_rank, pace=pace)
+    _introduce(model, tp_mesh, ep)
+    return model
+
+
+def _introduce(model: nn.Module, tp_mesh: DeviceMesh | None, ep: int) -> None:
+    """Tell the libraries that are loaded what the model is now."""
     adapters.introduce()
-    if tp_mesh is not None and tp > 1:
+    if tp_mesh is not None and tp_mesh.size() > 1:
         introduce(model, tp_mesh)
     elif ep > 1:
         introduce_experts(model, ep)
-    return model
 
 
 @with_other_inputs

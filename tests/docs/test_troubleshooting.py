@@ -28,9 +28,11 @@ EXEMPT: Mapping[str, tuple[str, ...]] = {
         "input gradient of",
     ),
     "what collectives are for, in reports": (
-        "inputs of the ranks, compared",
-        "gradients of what it is given, compared",
         "experts that the ranks chose, compared",
+        "inputs of the ranks",
+        "gradients of what it is given",
+        "what ranks hold alike",
+        "gradients of what it gives",
         "how many tokens chose each expert",
         "sum of the gradients of replicated parameters",
         "gradient of what is given for all heads",

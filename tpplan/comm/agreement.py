@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tpplan import compat
 from tpplan.comm.collectives import Group, Site, all_gather
 from tpplan.comm.conjugates import is_copied
+from tpplan.comm.fingerprints import FIRST, are_apart, can_read, fingerprint, projections
 from tpplan.comm.randomness import Randomness
 
 SWITCH = "TPPLAN_CHECK_RANKS"
@@ -21,15 +20,15 @@ ONE_ORDER = (
     "code that goes through a set, say, goes another way in each process; let it go through a "
     "list, or sort it"
 )
+UNKNOWN_INPUT = (
+    "the model was not called with it when the plan was compiled, and each rank computes with it "
+    "what its part of the layers needs; give it in inputs= of tpplan.parallelize"
+)
+OTHER_LOSS = (
+    "all ranks of a tp group must make the same loss of what the model gives: of the same labels, "
+    "and with the same random numbers"
+)
 _OFTEN = 256
-_APART = 1e-2
-"""Of a gradient's size: what rounding does not make on ranks that compute the same."""
-_SUMS = 4
-_PIECE = 2**16
-"""Elements that are looked at together, at the least; of large tensors a 64th."""
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-# odd, below 2^63: of splitmix64 (Steele, Lea and Flood 2014)
-_FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x14D049BB133111EB
 
 
 class Schedule:
@@ -38,10 +37,14 @@ class Schedule:
     The first, second, fourth, ... call, every 256th, and each of another kind than the one before
     it: the prompt and the first token of every generation, the first call of an evaluation. The
     environment variable ``TPPLAN_CHECK_RANKS`` says otherwise: 0 for never, "every" for each call.
+
+    Attributes:
+        calls: how many there were; counted: whether the last one is due by its number.
     """
 
     def __init__(self) -> None:
         self.calls = 0
+        self.counted = False
         self._kind: object = None
         self._switch = os.environ.get(SWITCH, "1")
         if self._switch not in ("0", "1", "every"):
@@ -51,9 +54,10 @@ class Schedule:
         """Whether the call that begins, of that kind, is one to compare at."""
         self.calls = n = self.calls + 1
         changed, self._kind = kind != self._kind, kind
+        self.counted = self._switch == "every" or n & (n - 1) == 0 or n % _OFTEN == 0
         if self._switch != "1":
             return self._switch == "every"
-        return changed or n & (n - 1) == 0 or n % _OFTEN == 0
+        return changed or self.counted
 
 
 def require_same_inputs(
@@ -74,14 +78,14 @@ def require_same_inputs(
             random sequence, or has sent something else before.
     """
     everybody = _everybody(list(_compared(inputs)), group, site, device_type, randomness)
-    other = _first_other([sent for *_, sent in everybody])
+    other = first_other([sent for *_, sent in everybody])
     if other is not None:
         raise ValueError(
             f"rank {other} of the tensor-parallel group has sent something else than rank 0 since "
             "they were compared last, or in another order, so that what both computed is wrong: "
             f"{ONE_ORDER}"
         )
-    other = _first_other([batch for batch, *_ in everybody])
+    other = first_other([batch for batch, *_ in everybody])
     if other is not None:
         raise ValueError(
             f"rank {other} of the tensor-parallel group was given another batch than rank 0: "
@@ -89,7 +93,7 @@ def require_same_inputs(
             "data-parallel ranks, not the whole world; when tokens are sampled, give all ranks of "
             "a tp group the same torch.manual_seed)"
         )
-    other = _first_other([random for _, random, _ in everybody])
+    other = first_other([random for _, random, _ in everybody])
     if other is not None:
         raise ValueError(
             f"the random state of rank {other} of the tensor-parallel group is not that of rank 0, "
@@ -108,7 +112,7 @@ def require_same_routing(
         ValueError: where a rank chose others than the first.
     """
     everybody = _everybody(chosen, group, site, device_type, None)
-    other = _first_other([choice for choice, *_ in everybody])
+    other = first_other([choice for choice, *_ in everybody])
     if other is not None:
         raise ValueError(
             f"{site.module}: rank {other} of the tensor-parallel group sends tokens to other "
@@ -132,35 +136,32 @@ def compare_gradients(
     for name, value in inputs.items():
         for t in _compared(value):
             if t.requires_grad and not isinstance(t, DTensor) and not is_copied(t):
-                _compare_gradient(str(name), t, group, site, device_type)
+                compare_gradient(t, f"'{name}'", UNKNOWN_INPUT, group, site, device_type)
 
 
-def _compare_gradient(
-    name: str, given: torch.Tensor, group: Group, site: Site, device_type: str
+def compare_gradient(
+    given: torch.Tensor, name: str, cause: str, group: Group, site: Site, device_type: str
 ) -> None:
+    """Have the ranks compare the gradient that the next backward makes of ``given``.
+
+    Raises:
+        RuntimeError: in that backward, on all ranks, where it differs; with the likely ``cause``.
+    """
+
     def compare(grad: torch.Tensor) -> None:
         handle.remove()
-        if compat.is_wrapped(grad) or not _can_read([grad], device_type):
+        if compat.is_wrapped(grad) or not can_read([grad], device_type):
             return
         with torch.no_grad():
-            mine = _projections(grad)[None].to(device_type)
+            mine = projections(grad)[None].to(device_type)
             found = all_gather(mine, 0, group.size, group, site)
-        if ((found - found[0]).abs() > _APART * found[:, 0].max()).any():
+        if are_apart(found).any():
             raise RuntimeError(
-                f"the gradient of '{name}' is another one on each rank of the tensor-parallel "
-                "group: the model was not called with it when the plan was compiled, and each rank "
-                "computes with it what its part of the layers needs; give it in inputs= of "
-                "tpplan.parallelize"
+                f"the gradient of {name} is another one on each rank of the tensor-parallel "
+                f"group: {cause}"
             )
 
     handle = given.register_hook(compare)
-
-
-def _can_read(tensors: list[torch.Tensor], device_type: str) -> bool:
-    """Whether there are numbers to compare; a CUDA graph that is recorded reads nothing back."""
-    if compat.fakes_are_made() or any(t.is_meta for t in tensors):
-        return False
-    return not (device_type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _everybody(
@@ -171,7 +172,7 @@ def _everybody(
     randomness: Randomness | None,
 ) -> list[list[int]]:
     """The fingerprints of all ranks; none where nothing can be read."""
-    if not _can_read(tensors, device_type):
+    if not can_read(tensors, device_type):
         return []
     with torch.no_grad():
         mine = _fingerprints(tensors, group, device_type, randomness)
@@ -179,7 +180,7 @@ def _everybody(
     return found
 
 
-def _first_other(values: list[int]) -> int | None:
+def first_other(values: list[int]) -> int | None:
     """The first rank whose value is not that of rank 0."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
@@ -207,77 +208,10 @@ def _fingerprints(
 ) -> torch.Tensor:
     """(1, 3) numbers of this rank, on the device it sends from: of its inputs, of its place in
     the random sequence, of what it has sent."""
-    sent = torch.full((), group.sent.digest, dtype=torch.long, device=device_type)
+    sent = torch.full((), group.ledger.sent, dtype=torch.long, device=device_type)
     batch = torch.full((), len(tensors), dtype=torch.long, device=device_type)
     for t in tensors:  # in their order: what two of them swap is noticed
-        batch = batch * _FIRST + _fingerprint(t, group).to(device_type)
+        batch = batch * FIRST + fingerprint(t, group).to(device_type)
     position = 0 if randomness is None else randomness.fingerprint()
     random = torch.full((), position, dtype=torch.long, device=device_type)
     return torch.stack([batch, random, sent]).reshape(1, 3)
-
-
-def _fingerprint(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """A number for the values of ``tensor``, their places, its shape and its dtype."""
-    said = f"{tensor.dtype} {tuple(tensor.shape)}"
-    if isinstance(tensor, DTensor):
-        said = f"{said} {tensor.placements}"
-        tensor = _replica(tensor, group)
-    total = torch.full((), zlib.crc32(said.encode()), dtype=torch.long, device=tensor.device)
-    if tensor.layout is not torch.strided:
-        return total
-    at = 0
-    for piece in _pieces(tensor.detach().resolve_conj().resolve_neg(), _piece(tensor)):
-        words = piece.view(_WORDS[piece.element_size()]).to(torch.long, copy=True)
-        total += words.mul_(_weights(at, words).bitwise_or_(1)).sum()
-        at += words.numel()
-    return total
-
-
-def _projections(tensor: torch.Tensor) -> torch.Tensor:
-    """The size of ``tensor``, and sums of its elements with signs that are random, and the same on
-    all ranks: those of two tensors differ by about the size of their difference.
-    """
-    signs = torch.arange(_SUMS, device=tensor.device)
-    sums = torch.zeros(1 + _SUMS, dtype=torch.float64, device=tensor.device)
-    at = 0
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    for piece in _pieces(values.detach(), _piece(values)):
-        own = piece.double()
-        bits = (_weights(at, own)[:, None] >> signs) & 1
-        sums[0] += own.square().sum()
-        sums[1:] += own @ (2 * bits - 1).double()
-        at += own.numel()
-    sums[0].sqrt_()
-    return sums
-
-
-def _weights(first: int, like: torch.Tensor) -> torch.Tensor:
-    """A number for each element of ``like``, which is flat, by its place from ``first`` on."""
-    weights = torch.arange(first, first + like.numel(), device=like.device)
-    weights.mul_(_FIRST).bitwise_xor_(weights >> 29).mul_(_SECOND)
-    return weights.bitwise_xor_(weights >> 32)
-
-
-def _replica(tensor: DTensor, group: Group) -> torch.Tensor:
-    """What all ranks of the group must hold alike of ``tensor``."""
-    mesh, local = tensor.device_mesh, compat.local_of(tensor)
-    for i, placement in enumerate(tensor.placements):
-        if mesh.get_group(i).group_name == group.name and placement.is_replicate():
-            return local
-    return local.new_empty(0)
-
-
-def _piece(tensor: torch.Tensor) -> int:
-    return max(_PIECE, tensor.numel() // 64)
-
-
-def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """All elements in order, in flat pieces of at most ``limit``; little is copied at a time."""
-    if tensor.numel() == 0:
-        return
-    if tensor.is_contiguous() or tensor.numel() <= limit:
-        yield from tensor.contiguous().view(-1).split(limit)
-        return
-    each = math.prod(tensor.shape[1:])
-    for part in tensor.split(max(1, limit // each)):
-        yield from _pieces(part if len(part) > 1 else part[0], limit)

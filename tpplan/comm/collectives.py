@@ -46,15 +46,26 @@ UNTRANSFORMED = (
 )
 
 
-class Sent:
-    """A number for what a rank has sent, and in which order; but for what compiled graphs send."""
+class Ledger:
+    """What a rank does over a group, for comparing it with what the others do.
+
+    Attributes:
+        sent: a number for what it has sent, and in which order; but for what compiled graphs send.
+        noting: takes down what the rank holds to be alike on all ranks; None where nothing does.
+    """
 
     def __init__(self) -> None:
-        self.digest = 0
+        self.sent = 0
+        self.noting: Callable[[torch.Tensor, Site], None] | None = None
 
-    def add(self, site: Site) -> None:
-        """One more collective came from ``site``."""
-        self.digest = (self.digest * _STEP + site.number) % _PRIME
+    def send(self, site: Site) -> None:
+        """One more collective comes from ``site``."""
+        self.sent = (self.sent * _STEP + site.number) % _PRIME
+
+    def share(self, x: torch.Tensor, site: Site) -> None:
+        """``x`` is about to be shared out at ``site``, as on the other ranks."""
+        if self.noting is not None:
+            self.noting(x, site)
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class Group:
     """The ranks of one tensor-parallel group, as the collectives need them.
 
     ``mesh``: of these ranks, for what is placed on them. ``fuse``: whether the copies before and
-    after a collective are kernels' work. ``sent``: over this group, as all its ranks should have.
+    after a collective are kernels' work. ``ledger``: of what all its ranks should do alike.
     """
 
     mesh: DeviceMesh = field(compare=False, repr=False)
@@ -70,7 +81,7 @@ class Group:
     size: int
     rank: int
     fuse: bool = False
-    sent: Sent = field(default_factory=Sent, compare=False, repr=False)
+    ledger: Ledger = field(default_factory=Ledger, compare=False, repr=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh, fuse: bool = False) -> Group:
@@ -170,7 +181,7 @@ def untransformed(x: torch.Tensor | None, module: str) -> None:
 def _tell(site: Site, group: Group, x: torch.Tensor) -> None:
     """Where the next collective comes from, to who observes, and to who compares the ranks."""
     if type(x) is not FakeTensor:  # of which one rank alone may make a run
-        group.sent.add(site)
+        group.ledger.send(site)
     if dispatch_is_observed():
         for mode in dispatch_modes():
             if isinstance(mode, Observer):

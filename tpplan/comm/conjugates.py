@@ -138,6 +138,8 @@ class _CopyIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, transition: Transition) -> torch.Tensor:
         ctx.transition = transition
+        if not torch.compiler.is_compiling():
+            transition.group.ledger.share(x, transition.forward)
         return alias_of(x)  # a view could not be changed in place by a model's code
 
     @staticmethod
@@ -231,6 +233,8 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, transition: Transition) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.transition = dim, x.size(dim), transition
+        if not torch.compiler.is_compiling():
+            transition.group.ledger.share(x, transition.forward)
         return local_slice(x, dim, transition.group)
 
     @staticmethod

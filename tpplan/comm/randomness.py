@@ -13,6 +13,10 @@ draws the same masks again.
 from __future__ import annotations
 
 import contextlib
+import pickle
+import random
+import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -120,6 +124,22 @@ class Randomness:
             twin = torch.Generator().set_state(position)
             return int(torch.randint(2**63 - 1, (), generator=twin, device="cpu"))
         return mixed(*position) >> 1
+
+    def fingerprints(self) -> list[int]:
+        """The same of every sequence of the process: torch's, also of the CPU, Python's, numpy's.
+
+        Code may decide by them, on whatever device the model is (layers that are dropped).
+        """
+        found = [self.fingerprint()]
+        found.append(_digest(torch.get_rng_state().numpy().tobytes()))
+        found.append(_digest(pickle.dumps(random.getstate())))
+        numpy = sys.modules.get("numpy")
+        found.append(_digest(pickle.dumps(numpy.random.get_state())) if numpy else 0)
+        return found
+
+
+def _digest(state: bytes) -> int:
+    return zlib.crc32(state) + 1  # 0 is of none
 
 
 def mixed(*numbers: int) -> int:

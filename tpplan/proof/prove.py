@@ -8,11 +8,11 @@ and every buffer must be the same, in float64.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,23 +24,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpplan.compat import one_thread, quiet, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
-from tpplan.observe.calls import calls_for, shortened
 from tpplan.observe.chance import same_randomness
-from tpplan.observe.examples import GIVE_INPUTS
 from tpplan.observe.untouched import by_itself, nothing_kept
 from tpplan.planner.closures import led_by_closures
 from tpplan.planner.known import Known
 from tpplan.planner.match import fold
 from tpplan.planner.stops import line_of, place_of, stopped_at
+from tpplan.proof.alike import require_alike
 from tpplan.proof.calls import length_of
 from tpplan.proof.decided import misdecided
 from tpplan.proof.drawn import misdrawn
 from tpplan.proof.exact import exact
 from tpplan.proof.locate import Divergence, Seen, compare, rule_near, watched
-from tpplan.proof.miniature import miniature, misses, on_rank, unsharded
+from tpplan.proof.miniature import on_rank, unsharded
 from tpplan.proof.noted import Misstep
 from tpplan.proof.ranks import places_of, simulated
-from tpplan.proof.scenes import played, rounding_of
+from tpplan.proof.scenes import Staged, rounding_of, stage
 from tpplan.proof.step import ROUNDING, TIMES, Result, Scene, parts_of, step, worst
 from tpplan.proof.stopped import Stopped, inlined
 from tpplan.rewrite import apply
@@ -73,13 +72,8 @@ def prove(
     """
     if compiled.tp * compiled.ep == 1:
         return
-    wide = (torch.float64, torch.complex128)
-    kept = nothing_kept(model, lambda t: t.dtype in wide)
-    with same_randomness(0), one_thread(), kept, quiet(), unfused():
-        try:
-            _prove(model, compiled, inputs, known or Known())
-        except PlanError as error:
-            raise led_by_closures(model, error) from error.__cause__
+    with _apart(model):
+        _prove(stage(model, compiled, inputs, known or Known()), model)
 
 
 def prove_once(
@@ -87,22 +81,48 @@ def prove_once(
 ) -> None:
     """``prove`` on the first rank of ``mesh``, on behalf of all of them.
 
+    Meanwhile the others run the unsharded model only, of which each has one of its own.
+
     Raises:
         PlanError: the same on every rank.
+        ValueError: on every rank, where their models do not compute the same.
     """
-    told: list[Diagnostic] | None = None
-    if not any(mesh.get_coordinate() or ()):
-        try:
-            prove(model, compiled, inputs)
-        except PlanError as error:
-            told = list(error.diagnostics)
-    told = broadcast(told, mesh)
+    failed: Exception | None = None
+    staged: Staged | None = None
+    first = not any(mesh.get_coordinate() or ())
+    try:
+        with _apart(model):
+            staged = stage(model, compiled, inputs, Known())
+            if first:
+                _prove(staged, model)
+    except PlanError as error:
+        failed = error
+    except Exception as error:
+        if first:
+            raise
+        failed = error
+    own = list(failed.diagnostics) if isinstance(failed, PlanError) else None
+    told: list[Diagnostic] | None = broadcast(own, mesh)
     if told is not None:
         raise PlanError(told)
+    with _apart(model):
+        require_alike(staged, failed, mesh)
 
 
-def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any, known: Known) -> None:
-    small, plan, scenes, expected = _staged(model, compiled, inputs, known)
+@contextlib.contextmanager
+def _apart(model: nn.Module) -> Iterator[None]:
+    """Within it, code of ``model`` runs as in no other place, and leaves nothing behind."""
+    wide = (torch.float64, torch.complex128)
+    kept = nothing_kept(model, lambda t: t.dtype in wide)
+    with same_randomness(0), one_thread(), kept, quiet(), unfused():
+        try:
+            yield
+        except PlanError as error:
+            raise led_by_closures(model, error) from error.__cause__
+
+
+def _prove(staged: Staged, model: nn.Module) -> None:
+    small, plan, scenes, expected = staged
     if not any(scene.training for scene in scenes):
         message = (
             f"{type(model).__name__}: no step in training was compared; it gives no numbers, or "
@@ -134,35 +154,6 @@ def _prove(model: nn.Module, compiled: CompiledPlan, inputs: Any, known: Known) 
     if finding is not None:
         itself = own[scenes.index(finding.scene)].get(finding.what, 0.0)
         raise _departed(small, plan, scenes, finding, itself)
-
-
-def _staged(
-    model: nn.Module, compiled: CompiledPlan, inputs: Any, known: Known
-) -> tuple[nn.Module, CompiledPlan, list[Scene], list[list[Result]]]:
-    """The smallest model that runs: some code reads the weight of another module, or a layer's."""
-    failure: Exception | None = None
-    calls = calls_for(model, inputs)
-    short = tuple(shortened(call) for call in calls)
-    # some code takes inputs of one size only: speech, of which all frames are encoded
-    sizes = (short,) if all(a is b for a, b in zip(short, calls, strict=True)) else (short, calls)
-    smaller = ((True, True), (False, True), (False, False))
-    stages = list(itertools.product(sizes, smaller))
-    first = known.any_plan.once((model, inputs), "stage", lambda: [0])  # the one that ran
-    for stage in (*range(first[0], len(stages)), *range(first[0])):
-        each, (skip, thin) = stages[stage]
-        try:
-            small, plan = miniature(model, compiled, skip, thin)
-            scenes, expected = played(model, small, compiled, each, inputs is None)
-        except Exception as error:
-            failure = failure or error
-            continue
-        if misses(small):  # which fails, or is left out, in some of the steps
-            continue
-        first[0] = stage
-        return small, plan, scenes, expected
-    message = f"the model cannot be run on random numbers: {type(failure).__name__}: {failure}"
-    position = compiled.plan.rules[0].position
-    raise PlanError([Diagnostic(message, position, GIVE_INPUTS)]) from failure
 
 
 def _on_rank(

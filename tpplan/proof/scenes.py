@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tpplan.compiled import CompiledPlan
-from tpplan.observe.calls import Call, random_ids, routed
+from tpplan.language import Diagnostic, PlanError
+from tpplan.observe.calls import Call, calls_for, random_ids, routed, shortened
+from tpplan.observe.examples import GIVE_INPUTS
 from tpplan.observe.untouched import View, by_itself, view
+from tpplan.planner.known import Known
 from tpplan.proof.calls import (
     drawn_where_alike,
     length_of,
@@ -22,7 +27,7 @@ from tpplan.proof.calls import (
     with_options,
 )
 from tpplan.proof.exact import exact, widened
-from tpplan.proof.miniature import unsharded
+from tpplan.proof.miniature import miniature, misses, unsharded
 from tpplan.proof.ranks import mean_over_ep
 from tpplan.proof.rounding import Reordered
 from tpplan.proof.step import Result, Scene, are_comparable, errors, leaves_of, parts_of, step
@@ -30,6 +35,20 @@ from tpplan.styles import named
 
 _LOUD = 30.0
 _ORDERS = 3
+
+
+class Staged(NamedTuple):
+    """What ranks are compared with.
+
+    Attributes:
+        small: the model, plan: its own; scenes: the steps that it can take unsharded.
+        expected: what each of them gives, on each rank of ep.
+    """
+
+    small: nn.Module
+    plan: CompiledPlan
+    scenes: list[Scene]
+    expected: list[list[Result]]
 
 
 class Played:
@@ -150,6 +169,37 @@ def played(
             whole.may_play(Scene("with routing", asking, True, optional=fixed))
         whole.may_play(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
     return whole.scenes, whole.results
+
+
+def stage(model: nn.Module, compiled: CompiledPlan, inputs: Any, known: Known) -> Staged:
+    """The smallest model that runs: some code reads the weight of another module, or a layer's.
+
+    Raises:
+        PlanError: where none does.
+    """
+    failure: Exception | None = None
+    calls = calls_for(model, inputs)
+    short = tuple(shortened(call) for call in calls)
+    # some code takes inputs of one size only: speech, of which all frames are encoded
+    sizes = (short,) if all(a is b for a, b in zip(short, calls, strict=True)) else (short, calls)
+    smaller = ((True, True), (False, True), (False, False))
+    stages = list(itertools.product(sizes, smaller))
+    first = known.any_plan.once((model, inputs), "stage", lambda: [0])  # the one that ran
+    for stage in (*range(first[0], len(stages)), *range(first[0])):
+        each, (skip, thin) = stages[stage]
+        try:
+            small, plan = miniature(model, compiled, skip, thin)
+            scenes, expected = played(model, small, compiled, each, inputs is None)
+        except Exception as error:
+            failure = failure or error
+            continue
+        if misses(small):  # which fails, or is left out, in some of the steps
+            continue
+        first[0] = stage
+        return Staged(small, plan, scenes, expected)
+    message = f"the model cannot be run on random numbers: {type(failure).__name__}: {failure}"
+    position = compiled.plan.rules[0].position
+    raise PlanError([Diagnostic(message, position, GIVE_INPUTS)]) from failure
 
 
 def rounding_of(

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.comm.agreement import ONE_ORDER
 from tpplan.compiled import CompiledPlan
+from tpplan.observe.chance import chance_of
 from tpplan.observe.examples import does_not_run
 
 _SHOWN = 4
@@ -38,7 +39,7 @@ def agreed(
     Raises:
         ValueError: on all, where some of them fail, or they differ, with what differs.
     """
-    if not _has_others(mesh):
+    if not has_others(mesh):
         return compile_plan()
     failed: Exception | None = None
     facts: dict[str, str] = {}
@@ -50,16 +51,16 @@ def agreed(
     told = f"{type(failed).__name__}: {failed}" if failed is not None else None
     digest = _digest(facts)
     other_inputs = failed is not None and does_not_run(failed)
-    everyone = _everyones((told, digest, other_inputs), mesh)
+    everyone = everyones((told, digest, other_inputs), mesh)
     failures = [said for said, _, _ in everyone]
     # where not all would be tried on other inputs none may be: it would wait for the rest
     if failed is not None and None not in failures and len({again for *_, again in everyone}) == 1:
         raise failed
     for rank, said in enumerate(failures):
         if said is not None:
-            raise ValueError(f"{_named(rank, mesh)} stopped with {said}") from failed
+            raise ValueError(f"{named(rank, mesh)} stopped with {said}") from failed
     if any(other != digest for _, other, _ in everyone):
-        _raise_difference(_everyones(facts, mesh), mesh)
+        _raise_difference(everyones(facts, mesh), mesh)
     return compiled
 
 
@@ -69,11 +70,11 @@ def require_same_order(sent: list[str], mesh: DeviceMesh | None) -> None:
     Raises:
         ValueError: on all, where they do not.
     """
-    if _has_others(mesh) and len(set(_everyones(_digest(sent), mesh))) > 1:
-        _raise_order("sends", _everyones(sent, mesh), mesh)
+    if has_others(mesh) and len(set(everyones(_digest(sent), mesh))) > 1:
+        _raise_order("sends", everyones(sent, mesh), mesh)
 
 
-def _has_others(mesh: DeviceMesh | None) -> TypeGuard[DeviceMesh]:
+def has_others(mesh: DeviceMesh | None) -> TypeGuard[DeviceMesh]:
     """Whether there are other ranks, which could differ."""
     return mesh is not None and mesh.size() > 1 and dist.get_backend(mesh.get_group(0)) != "fake"
 
@@ -104,13 +105,19 @@ def _facts(
     for name, parameter in model.named_parameters():
         kind = "trained" if parameter.requires_grad else "frozen"
         facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype} {kind}"
+    for name, buffer in model.named_buffers():
+        facts[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    for path, held in model.named_modules():
+        for name, value in vars(held).items():
+            if (chance := chance_of(value)) is not None:
+                facts[f"state of the generator {path}.{name}"] = _digest(repr(chance.read()))[:12]
     for name, entry in compiled.parameters.items():
         facts[f"placement of {name}"] = str(entry.placement)
     return facts
 
 
-def _everyones(value: Any, mesh: DeviceMesh) -> list[Any]:
-    """What each rank tells, in the order of the mesh."""
+def everyones(value: Any, mesh: DeviceMesh) -> list[Any]:
+    """What each rank tells, in the order of the mesh; one exchange along each dimension."""
     everyone = [value]
     for dim in reversed(range(mesh.ndim)):
         told: list[Any] = [None] * mesh.size(dim)
@@ -119,7 +126,8 @@ def _everyones(value: Any, mesh: DeviceMesh) -> list[Any]:
     return everyone
 
 
-def _named(rank: int, mesh: DeviceMesh) -> str:
+def named(rank: int, mesh: DeviceMesh) -> str:
+    """A rank of the mesh, for messages."""
     if mesh.ndim == 1:
         kind = "expert" if mesh.mesh_dim_names == ("ep",) else "tensor"
         return f"rank {rank} of the {kind}-parallel group"
@@ -132,7 +140,7 @@ def _raise_order(does: str, everyone: list[list[str]], mesh: DeviceMesh) -> None
         mine, first = next(((a, b) for a, b in pairs if a != b), ("", ""))
         if mine != first:
             raise ValueError(
-                f"{_named(rank, mesh)} {does} {mine} where rank 0 {does} {first}: {ONE_ORDER}"
+                f"{named(rank, mesh)} {does} {mine} where rank 0 {does} {first}: {ONE_ORDER}"
             )
 
 
@@ -148,7 +156,7 @@ def _raise_difference(everyone: list[dict[str, str]], mesh: DeviceMesh) -> None:
             )
             more = f"; and {len(odd) - _SHOWN} more" * (len(odd) > _SHOWN)
             raise ValueError(
-                f"{_named(rank, mesh)} is about to do something else than rank "
+                f"{named(rank, mesh)} is about to do something else than rank "
                 f"0: {shown}{more}. Give all ranks the same model, plan, options and versions"
             )
     _raise_order("has the", [list(facts) for facts in everyone], mesh)

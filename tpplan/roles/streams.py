@@ -11,15 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpplan import compat
-from tpplan.comm import Site, split
-from tpplan.comm.agreement import compare_gradients, require_same_inputs
+from tpplan.comm import split
 from tpplan.comm.conjugates import join
 from tpplan.comm.placements import is_cut
 from tpplan.comm.sharded import Parted, Window
 from tpplan.comm.stream import Parts
 from tpplan.places import at, taken, tensors_in, with_at
-from tpplan.roles.draws import draws_in_training
-from tpplan.roles.later import require_none_added, require_none_replaced
+from tpplan.roles import comparing
+from tpplan.roles.later import require_none_added
 from tpplan.roles.logits import Logits
 from tpplan.roles.lowered import Lowered, looks
 from tpplan.roles.members import hand_over_late, members_of, outermost, prepare
@@ -79,20 +78,27 @@ class Container(Lowered):
                 "only; ask the unsharded model for them"
             )
         compiling = torch.compiler.is_compiling()
+        compared = None if compiling else comparing.begin(self, args, kwargs)
         if not compiling:
-            self._check(args, kwargs)
             if stream.moved():
                 for _, own in members_of(self):
                     own.drop()
         elif stream.sequence_parallel and torch.is_grad_enabled():
             require_none_added(self, stream.group)
         prepare(self, summed_only=True)
-        out = self._tpplan_around(*args, **kwargs)
+        if compared is None:
+            out = self._tpplan_around(*args, **kwargs)
+        else:
+            out = comparing.run(self, self._tpplan_around, compared, args, kwargs)
         if not stream.sequence_parallel:
-            return out if compiling else _converted(out, self._logits)
-        if stream.hands_on or any(stream.is_sharded(x) for x in (*args, *kwargs.values())):
-            return _converted(out, self._logits)
-        return _converted(out, self._whole)
+            out = out if compiling else _converted(out, self._logits)
+        elif stream.hands_on or any(stream.is_sharded(x) for x in (*args, *kwargs.values())):
+            out = _converted(out, self._logits)
+        else:
+            out = _converted(out, self._whole)
+        if compared is not None and torch.is_grad_enabled():
+            comparing.watch_loss(self, out)
+        return out
 
     def _tpplan_tells_attentions(self) -> bool:
         """Whether it does so where a call says nothing; to ask for what is not there is slow."""
@@ -113,34 +119,6 @@ class Container(Lowered):
         if isinstance(x, Window):  # of logits
             return x.full_tensor()
         return x.answer(self.training) if isinstance(x, Logits) else x
-
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare, at some calls, the ranks' batches, and where random numbers are drawn from.
-
-        Raises:
-            RuntimeError: where they differ, or where gradients would, of parameters added since;
-                where what a region consists of was replaced.
-        """
-        state = self._tpplan
-        stream, dim = state.stream, state.stream.dim
-        if compat.only_sizes_count():
-            return
-        x = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
-        one = x is not None and x.dim() > dim and x.size(dim) == 1
-        if not state.schedule.due((self.training, torch.is_grad_enabled(), one)):
-            return
-        if stream.sequence_parallel and torch.is_grad_enabled():
-            require_none_added(self, stream.group)
-        require_none_replaced(self, stream.group)
-        site = Site(state.plan.path, "inputs of the ranks, compared", phase="startup")
-        draws = self.training and draws_in_training(self)
-        # by name: what is given directly is told from what is in a list
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        where = stream.group, site, stream.mesh.device_type
-        require_same_inputs(given, *where, stream.randomness if draws else None)
-        if torch.is_grad_enabled():
-            site = Site(state.plan.path, "gradients of what it is given, compared", phase="startup")
-            compare_gradients(given, *where)
 
     def _whole(self, x: DTensor) -> torch.Tensor:
         state = self._tpplan

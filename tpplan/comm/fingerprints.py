@@ -1,0 +1,111 @@
+"""Numbers that tell tensors of two processes apart, small enough to be sent."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tpplan import compat
+from tpplan.comm.collectives import Group
+
+APART = 1e-2
+"""Of a tensor's size: what rounding does not make on ranks that compute the same."""
+_SUMS = 4
+_PIECE = 2**16
+"""Elements that are looked at together, at the least; of large tensors a 64th."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+# odd, below 2^63: of splitmix64 (Steele, Lea and Flood 2014)
+FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x14D049BB133111EB
+
+
+def can_read(tensors: list[torch.Tensor], device_type: str) -> bool:
+    """Whether there are numbers to compare; a CUDA graph that is recorded reads nothing back."""
+    if compat.fakes_are_made() or any(t.is_meta for t in tensors):
+        return False
+    return not (device_type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def fingerprint(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """A number for the values of ``tensor``, their places, its shape and its dtype."""
+    said = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if isinstance(tensor, DTensor):
+        said = f"{said} {tensor.placements}"
+        tensor = replica(tensor, group)
+    total = torch.full((), zlib.crc32(said.encode()), dtype=torch.long, device=tensor.device)
+    if tensor.layout is not torch.strided:
+        return total
+    at = 0
+    for piece in _pieces(tensor.detach().resolve_conj().resolve_neg(), _piece(tensor)):
+        words = piece.view(_WORDS[piece.element_size()]).to(torch.long, copy=True)
+        total += words.mul_(_weights(at, words).bitwise_or_(1)).sum()
+        at += words.numel()
+    return total
+
+
+def projections(tensor: torch.Tensor) -> torch.Tensor:
+    """(5,) in float64: the size of ``tensor``, and sums of its elements with signs that are random.
+
+    The signs are the same on all ranks: the sums of two tensors differ by about the size of their
+    difference.
+    """
+    signs = torch.arange(_SUMS, device=tensor.device)
+    sums = torch.zeros(1 + _SUMS, dtype=torch.float64, device=tensor.device)
+    at = 0
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    for piece in _pieces(values.detach(), _piece(values)):
+        own = piece.double()
+        bits = (_weights(at, own)[:, None] >> signs) & 1
+        sums[0] += own.square().sum()
+        sums[1:] += own @ (2 * bits - 1).double()
+        at += own.numel()
+    sums[0].sqrt_()
+    return sums
+
+
+def are_apart(found: torch.Tensor, tolerance: float = APART) -> torch.Tensor:
+    """Whether what a rank has is another tensor than that of the first, by their ``projections``.
+
+    Args:
+        found: (ranks, ..., 5). tolerance: of the size of the tensors.
+
+    Returns:
+        (ranks, ...), of bool.
+    """
+    far = ((found - found[0]).abs() > tolerance * found[..., :1].amax(0)).any(-1)
+    return far | (found.isfinite().all(-1) != found[0].isfinite().all(-1))
+
+
+def _weights(first: int, like: torch.Tensor) -> torch.Tensor:
+    """A number for each element of ``like``, which is flat, by its place from ``first`` on."""
+    weights = torch.arange(first, first + like.numel(), device=like.device)
+    weights.mul_(FIRST).bitwise_xor_(weights >> 29).mul_(_SECOND)
+    return weights.bitwise_xor_(weights >> 32)
+
+
+def replica(tensor: DTensor, group: Group) -> torch.Tensor:
+    """What all ranks of the group must hold alike of ``tensor``."""
+    mesh, local = tensor.device_mesh, compat.local_of(tensor)
+    for i, placement in enumerate(tensor.placements):
+        if mesh.get_group(i).group_name == group.name and placement.is_replicate():
+            return local
+    return local.new_empty(0)
+
+
+def _piece(tensor: torch.Tensor) -> int:
+    return max(_PIECE, tensor.numel() // 64)
+
+
+def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """All elements in order, in flat pieces of at most ``limit``; little is copied at a time."""
+    if tensor.numel() == 0:
+        return
+    if tensor.is_contiguous() or tensor.numel() <= limit:
+        yield from tensor.contiguous().view(-1).split(limit)
+        return
+    each = math.prod(tensor.shape[1:])
+    for part in tensor.split(max(1, limit // each)):
+        yield from _pieces(part if len(part) > 1 else part[0], limit)

@@ -1,0 +1,99 @@
+"""At some calls of a model: whether its ranks are given, hold and make of it the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tpplan import compat
+from tpplan.comm import Site
+from tpplan.comm.agreement import (
+    OTHER_LOSS,
+    compare_gradient,
+    compare_gradients,
+    require_same_inputs,
+)
+from tpplan.comm.alike import Alike
+from tpplan.comm.fingerprints import can_read
+from tpplan.places import tensors_in
+from tpplan.roles.draws import draws_in_training
+from tpplan.roles.later import require_none_added, require_none_replaced
+from tpplan.roles.lowered import Lowered
+
+
+def begin(module: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Alike | None:
+    """Compare, at some calls, the ranks' batches, and where random numbers are drawn from.
+
+    Gives what takes down, at those calls, what else must be alike.
+
+    Raises:
+        RuntimeError: where they differ, or where gradients would, of parameters added since; where
+            what a region consists of was replaced.
+    """
+    state = module._tpplan
+    stream, dim = state.stream, state.stream.dim
+    if compat.only_sizes_count():
+        return None
+    x = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
+    one = x is not None and x.dim() > dim and x.size(dim) == 1
+    if not state.schedule.due((module.training, torch.is_grad_enabled(), one)):
+        return None
+    if stream.sequence_parallel and torch.is_grad_enabled():
+        require_none_added(module, stream.group)
+    require_none_replaced(module, stream.group)
+    site = _site(module, "inputs of the ranks")
+    draws = module.training and draws_in_training(module)
+    # by name: what is given directly is told from what is in a list
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    where = stream.group, site, stream.mesh.device_type
+    require_same_inputs(given, *where, stream.randomness if draws else None)
+    if torch.is_grad_enabled():
+        site = _site(module, "gradients of what it is given")
+        compare_gradients(given, stream.group, site, stream.mesh.device_type)
+    if not can_read([], stream.mesh.device_type):
+        return None
+    alike = Alike(stream.group, stream.mesh.device_type, stream.randomness)
+    if state.schedule.counted:
+        alike.note_replicas(module.named_parameters(state.plan.path))
+    return alike
+
+
+def run(
+    module: Lowered,
+    step: Callable[..., Any],
+    alike: Alike,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What ``step`` gives, at whose end the ranks compare what they held to be alike."""
+    with alike.during(_site(module, "what ranks hold alike")) as note:
+        out = step(*args, **kwargs)
+        for name, x in _given_out(out):
+            note(x, Site(module._tpplan.plan.path, f"its result{name}"))
+    return out
+
+
+def watch_loss(module: Lowered, out: Any) -> None:
+    """Have the ranks compare the gradients that a loss makes of what the user is given."""
+    stream, path = module._tpplan.stream, module._tpplan.plan.path
+    site = _site(module, "gradients of what it gives")
+    for name, x in _given_out(out):
+        if x.requires_grad:
+            said = f"what {path or 'the model'} gives{name}"
+            compare_gradient(x, said, OTHER_LOSS, stream.group, site, stream.mesh.device_type)
+
+
+def _site(module: Lowered, what: str) -> Site:
+    return Site(module._tpplan.plan.path, f"{what}, compared", phase="startup")
+
+
+def _given_out(out: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that every rank has whole of what a model gives, with where they are.
+
+    Not those in lists in it: keys and values, of which each rank has those of its own heads.
+    """
+    for place, x in tensors_in(out):
+        if place is not None and len(place) < 2 and type(x) is torch.Tensor:
+            yield "".join(f" {key!r}" for key in place), x
