@@ -99,7 +99,7 @@ def require_same_inputs(
             f"the random state of rank {other} of the tensor-parallel group is not that of rank 0, "
             "and dropout on tensors that every rank holds whole must agree: give all ranks of a "
             "tp group the same torch.manual_seed (seed + data-parallel rank, say; not the rank in "
-            "the world)"
+            "the world), and random.seed and numpy.random.seed where the model draws from these"
         )
 
 

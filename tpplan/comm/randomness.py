@@ -61,11 +61,13 @@ class Randomness:
     Attributes:
         rank: in the tensor-parallel group.
         on_own: whether the default generator draws from the rank's own sequence at present.
+        of_process: whether the model draws from sequences of the process as well, Python's say.
     """
 
     def __init__(self, rank: int, device_type: str) -> None:
         self.rank = rank
         self.on_own = False
+        self.of_process = False
         self._device_type = device_type
         self._shared: Any = None  # where the shared sequence waits while on_own
 
@@ -118,24 +120,33 @@ class Randomness:
             _own.reset(told)
 
     def fingerprint(self) -> int:
-        """A number that tells where the default generator stands, for comparing ranks."""
+        """A number that tells where the random sequences of the model stand, to compare ranks."""
+        own = self._stands()
+        return mixed(own, *_of_process()) >> 1 if self.of_process else own
+
+    def fingerprints(self) -> list[int]:
+        """The same of each sequence that there is, whether or not the model draws from it.
+
+        Code may decide by them, on whatever device the model is (layers that are dropped).
+        """
+        return [self._stands(), *_of_process()]
+
+    def _stands(self) -> int:
         position = _position(_default_generator(self._device_type))
         if isinstance(position, torch.Tensor):
             twin = torch.Generator().set_state(position)
             return int(torch.randint(2**63 - 1, (), generator=twin, device="cpu"))
         return mixed(*position) >> 1
 
-    def fingerprints(self) -> list[int]:
-        """The same of every sequence of the process: torch's, also of the CPU, Python's, numpy's.
 
-        Code may decide by them, on whatever device the model is (layers that are dropped).
-        """
-        found = [self.fingerprint()]
-        found.append(_digest(torch.get_rng_state().numpy().tobytes()))
-        found.append(_digest(pickle.dumps(random.getstate())))
-        numpy = sys.modules.get("numpy")
-        found.append(_digest(pickle.dumps(numpy.random.get_state())) if numpy else 0)
-        return found
+def _of_process() -> list[int]:
+    """Where the sequences stand that are not of a device: torch's, Python's and numpy's."""
+    numpy = sys.modules.get("numpy")
+    return [
+        _digest(torch.get_rng_state().numpy().tobytes()),
+        _digest(pickle.dumps(random.getstate())),
+        _digest(pickle.dumps(numpy.random.get_state())) if numpy else 0,
+    ]
 
 
 def _digest(state: bytes) -> int:

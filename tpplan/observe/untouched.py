@@ -21,7 +21,7 @@ from torch import nn
 
 from tpplan.compat import is_fake
 from tpplan.observe.caches import no_fakes_kept, passed_by
-from tpplan.observe.chance import chance_of, chances
+from tpplan.observe.chance import Chance, chance_of, chances
 from tpplan.observe.outside import Namespace, Outside, outside_of
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -73,6 +73,7 @@ class Snapshot:
         users: what of it is of the user's own code, not of installed packages.
         touched: whether some run since then has changed it, or may have for a while: where the
             user's code has a container, that need not show afterwards.
+        drawn: whether some run since then drew from a random sequence that is not torch's.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -80,6 +81,7 @@ class Snapshot:
         self.held = [*_held_in(outside_of(model))]
         self.held += [_Held(chance, "", chance.read()) for chance in chances()]
         self.users = [held for held in self.held if not held.package]
+        self.drawn = False
         self.touched = any(not isinstance(held.thing, Namespace) for held in self.users)
 
     def put_back(self, packages: bool = True) -> list[tuple[Any, Any]]:
@@ -93,6 +95,7 @@ class Snapshot:
         for held in changed:
             held.put_back()
         self.touched |= bool(changed)
+        self.drawn |= any(isinstance(held.thing, Chance) for held in changed)
         return own
 
     def changed(self, among: Iterable[_Held]) -> list[_Held]:
@@ -145,7 +148,7 @@ def nothing_kept(
 
 
 @contextlib.contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
+def as_before(model: nn.Module) -> Iterator[Snapshot]:
     """Within it, code of ``model`` runs; in the end what it keeps outside of it is as before."""
     around = _now.get()
     kinds = {type(module) for module in model.modules()}
@@ -153,7 +156,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
     kept = around if around is not None and known else Snapshot(model)
     token = _now.set(kept)
     try:
-        yield
+        yield kept
     finally:
         _now.reset(token)
         kept.put_back()

@@ -72,7 +72,7 @@ def compile_plan(
     Raises:
         PlanError: with every problem found.
     """
-    with same_randomness(0), one_thread(), as_before(model):
+    with same_randomness(0), one_thread(), as_before(model) as kept:
         compiler = _Compiler(model, plan, tp, sequence_parallel, ep, known or Known())
         compiler.check_structure(kernels)
         if compiler.complaints.wrong:
@@ -83,7 +83,7 @@ def compile_plan(
             compiler.complaints.stop_if_any()
         except PlanError as error:
             raise led_by_closures(model, error) from error.__cause__
-        return compiler.result()
+        return compiler.result(kept.drawn)
 
 
 def speaks_of_all(model: nn.Module, plan: Plan) -> bool:

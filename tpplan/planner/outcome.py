@@ -93,7 +93,7 @@ class Outcome:
     gated: Mapping[str, WidthNorm]
     fused: Findings
 
-    def result(self) -> CompiledPlan:
+    def result(self, draws: bool = False) -> CompiledPlan:
         parameters = {
             names[0]: self.parameter_plan(names) for names in self.placing.names.values() if names
         }
@@ -106,6 +106,7 @@ class Outcome:
             kernels=FrozenMap(self.kernels),
             unmatched=self.matches.unmatched,
             ep=self.ep,
+            draws=draws,
         )
 
     def parameter_plan(self, names: tuple[str, ...]) -> ParameterPlan:

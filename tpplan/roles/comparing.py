@@ -44,11 +44,11 @@ def begin(module: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ali
         require_none_added(module, stream.group)
     require_none_replaced(module, stream.group)
     site = _site(module, "inputs of the ranks")
-    draws = module.training and draws_in_training(module)
+    draws = stream.randomness.of_process or draws_in_training(module)
     # by name: what is given directly is told from what is in a list
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     where = stream.group, site, stream.mesh.device_type
-    require_same_inputs(given, *where, stream.randomness if draws else None)
+    require_same_inputs(given, *where, stream.randomness if module.training and draws else None)
     if torch.is_grad_enabled():
         site = _site(module, "gradients of what it is given")
         compare_gradients(given, stream.group, site, stream.mesh.device_type)
