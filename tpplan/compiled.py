@@ -285,7 +285,7 @@ class CompiledPlan:
         parameters: by name, in the order of ``named_parameters()``.
         kernels: the implementation asked for, by kind of kernel: triton, torch or auto.
         unmatched: optional patterns that matched nothing.
-        draws: whether the model's code draws from Python's random numbers, or numpy's.
+        draws: from which other random numbers than torch's its code draws: "Python", "numpy".
     """
 
     plan: Plan
@@ -296,7 +296,7 @@ class CompiledPlan:
     kernels: Mapping[str, str] = field(default_factory=FrozenMap)
     unmatched: tuple[str, ...] = ()
     ep: int = 1
-    draws: bool = False
+    draws: frozenset[str] = frozenset()
 
     def parameter(self, name: str) -> ParameterPlan:
         """The entry of a parameter under any of its names; KeyError where there is none."""

@@ -212,9 +212,19 @@ FAULTS = (
     Fault(
         "other masks for what is whole", "comm.randomness:Randomness.shared", to.own_masks, "masks"
     ),
+    Fault("other batches are not noticed", "comm.agreement:fingerprint", to.no_fingerprint, "told"),
+    Fault("what enters regions is not compared", "comm.alike:Alike._note", to.nothing(), "told"),
     Fault(
-        "other batches are not noticed", "comm.agreement:_fingerprint", to.no_fingerprint, "batches"
+        "replicas that drift are not noticed",
+        "comm.alike:Alike.note_replicas",
+        to.nothing(),
+        "told",
     ),
+    Fault("another loss is not noticed", "roles.comparing:watch_loss", to.nothing(), "told"),
+    Fault(
+        "each rank's own model is not compared", "proof.prove:require_alike", to.nothing(), "told"
+    ),
+    Fault("each rank's own buffers", "rewrite.buffers:_from", to.own_buffer, "told"),
     # rewrite
     Fault("a row-parallel bias on every rank", "roles.linear:reduced", to.bias_before_sum),
     Fault(

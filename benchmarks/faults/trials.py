@@ -87,15 +87,44 @@ def masks(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
     return Verdict(RIGHT)
 
 
-def batches(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
-    """Whether ranks that are fed different batches are told so."""
-    model, _ = built(case)
-    tpplan.parallelize(model, plan_of(case), mesh, sequence_parallel)
-    try:
-        model(ids=torch.full((2, 8), mesh.get_local_rank()))
-    except ValueError:
-        return Verdict(RIGHT)
-    return Verdict("wrong", "ranks with different batches went on")
+def told(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
+    """Whether ranks that are fed, or hold, other numbers are told so, each by its own message."""
+    rank, ids = mesh.get_local_rank(), torch.full((2, 8), 3)
+
+    def scaled(model: nn.Module) -> nn.Module:
+        embedding = model.get_submodule("embed_tokens")
+        embedding.register_forward_hook(lambda module, given, out: out * (1 + rank))
+        return model
+
+    def sharded(model: nn.Module) -> nn.Module:
+        return tpplan.parallelize(model, plan_of(case), mesh, sequence_parallel)
+
+    def drift(model: nn.Module) -> nn.Module:
+        replicas = (p for p in model.parameters() if p.placements[0].is_replicate())  # type: ignore[attr-defined]
+        with torch.no_grad():
+            next(replicas).to_local().mul_(1 + rank)  # type: ignore[attr-defined]
+        return model
+
+    misuses: dict[str, Callable[[nn.Module], Any]] = {
+        "was given another batch": lambda model: sharded(model)(ids=ids + rank),
+        "computes something else than": lambda model: sharded(scaled(model)),
+        "(input of": lambda model: scaled(sharded(model))(ids=ids),
+        "(parameter) is another": lambda model: drift(sharded(model))(ids=ids),
+        "the same loss": lambda model: (_weighed(sharded(model)(ids=ids)) * (1 + rank)).backward(),
+    }
+    for words, misuse in misuses.items():
+        said = "nothing"
+        try:
+            misuse(built(case)[0])
+        except (ValueError, RuntimeError) as error:
+            said = str(error)
+        if words not in said:
+            return Verdict("wrong", f"ranks that differ were told {said}, not '{words}'")
+    model = built(case)[0]
+    model.register_buffer("own", torch.tensor(1.0 + rank))
+    if float(sharded(model).get_buffer("own")) != 1.0:
+        return Verdict("wrong", "a buffer is not that of the first rank")
+    return Verdict(RIGHT)
 
 
 def float32(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
@@ -303,7 +332,7 @@ TRIALS: Mapping[str, Trial] = {
     "ep": Trial(Case(_EXPERTS, _EXPERTS_PLAN), 2, False, dispatched),
     "masks": Trial(_of(Recipe(dropout=True, core="where")), 2, False, masks),
     "masks sp": Trial(_of(Recipe(dropout=True, core="where")), 2, True, masks),
-    "batches": Trial(_of(Recipe()), 2, False, batches),
+    "told": Trial(_of(Recipe()), 2, False, told),
     "kernels": Trial(_fused(_of(_FUSED)), 2, False, float32),
     "kernels sp": Trial(_fused(_of(_FUSED)), 2, True, float32),
     "mixed columns": Trial(

@@ -109,6 +109,9 @@ def test_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     due = [n for n in range(1, 1025) if schedule.due("training")]
     assert due == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024]
     assert [schedule.due(kind) for kind in "paaapaab"] == [1, 1, 0, 0, 1, 1, 0, 1]
+    schedule = Schedule()
+    counted = [schedule.counted for kind in "aababababababab" if schedule.due(kind)]
+    assert counted == [1] * 5 + [0, 0, 1, 1] + [0] * 6
     monkeypatch.setenv(SWITCH, "0")
     schedule = Schedule()
     assert not any(schedule.due(kind) for kind in "aabb")
@@ -141,7 +144,13 @@ def inputs_job(mesh: DeviceMesh) -> Errors:
 
     def told(inputs: Any, randomness: Randomness | None = None) -> str:
         return complaint(
-            require_same_inputs, inputs, group, Site("", ""), mesh.device_type, randomness
+            require_same_inputs,
+            inputs,
+            group,
+            Site("", ""),
+            mesh.device_type,
+            randomness,
+            {"torch"},
         )
 
     whole = torch.arange(6.0) + rank

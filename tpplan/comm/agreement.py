@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from tpplan import compat
 from tpplan.comm.collectives import Group, Site, all_gather
 from tpplan.comm.conjugates import is_copied
 from tpplan.comm.fingerprints import FIRST, are_apart, can_read, fingerprint, projections
-from tpplan.comm.randomness import Randomness
+from tpplan.comm.randomness import SEQUENCES, Randomness
 
 SWITCH = "TPPLAN_CHECK_RANKS"
 ONE_ORDER = (
@@ -39,13 +41,16 @@ class Schedule:
     environment variable ``TPPLAN_CHECK_RANKS`` says otherwise: 0 for never, "every" for each call.
 
     Attributes:
-        calls: how many there were; counted: whether the last one is due by its number.
+        calls: how many there were.
+        counted: whether the last one is due by its number; where its kind is another, by how often
+            that came: what takes longer is compared then.
     """
 
     def __init__(self) -> None:
         self.calls = 0
         self.counted = False
         self._kind: object = None
+        self._times: dict[object, int] = {}
         self._switch = os.environ.get(SWITCH, "1")
         if self._switch not in ("0", "1", "every"):
             raise ValueError(f"{SWITCH} is {self._switch!r}; it may be 0, 1 or every")
@@ -54,10 +59,12 @@ class Schedule:
         """Whether the call that begins, of that kind, is one to compare at."""
         self.calls = n = self.calls + 1
         changed, self._kind = kind != self._kind, kind
-        self.counted = self._switch == "every" or n & (n - 1) == 0 or n % _OFTEN == 0
+        counted = n & (n - 1) == 0 or n % _OFTEN == 0
+        times = self._times[kind] = self._times.get(kind, 0) + changed
+        self.counted = counted or (changed and times & (times - 1) == 0) or self._switch == "every"
         if self._switch != "1":
             return self._switch == "every"
-        return changed or self.counted
+        return changed or counted
 
 
 def require_same_inputs(
@@ -66,19 +73,26 @@ def require_same_inputs(
     site: Site,
     device_type: str,
     randomness: Randomness | None = None,
+    draws: Collection[str] = (),
 ) -> None:
     """Compare a fingerprint of the tensors in ``inputs`` over the ranks; one small all-gather.
 
     Args:
         device_type: that the ranks send from.
-        randomness: compared as well, where the ranks are going to draw the same masks.
+        draws: which sequences of ``randomness`` the model is going to draw from. What one rank
+            says of its code is taken to go for all.
 
     Raises:
         ValueError: where a rank was given other inputs than the first, stands elsewhere in the
             random sequence, or has sent something else before.
     """
-    everybody = _everybody(list(_compared(inputs)), group, site, device_type, randomness)
-    other = first_other([sent for *_, sent in everybody])
+    tensors = list(_compared(inputs))
+    if not can_read(tensors, device_type):
+        return
+    own = [sum(1 << i for i, name in enumerate(SEQUENCES) if name in draws)]
+    own += [0] * len(SEQUENCES) if randomness is None else randomness.stands()
+    everybody = _everybody(tensors, group, site, device_type, own)
+    other = first_other([sent for _, sent, *_ in everybody])
     if other is not None:
         raise ValueError(
             f"rank {other} of the tensor-parallel group has sent something else than rank 0 since "
@@ -93,7 +107,7 @@ def require_same_inputs(
             "data-parallel ranks, not the whole world; when tokens are sampled, give all ranks of "
             "a tp group the same torch.manual_seed)"
         )
-    other = first_other([random for _, random, _ in everybody])
+    other, _ = apart_in([numbers for _, _, *numbers in everybody])
     if other is not None:
         raise ValueError(
             f"the random state of rank {other} of the tensor-parallel group is not that of rank 0, "
@@ -111,7 +125,7 @@ def require_same_routing(
     Raises:
         ValueError: where a rank chose others than the first.
     """
-    everybody = _everybody(chosen, group, site, device_type, None)
+    everybody = _everybody(chosen, group, site, device_type)
     other = first_other([choice for choice, *_ in everybody])
     if other is not None:
         raise ValueError(
@@ -152,8 +166,9 @@ def compare_gradient(
         handle.remove()
         if compat.is_wrapped(grad) or not can_read([grad], device_type):
             return
-        with torch.no_grad():
+        with compat.unobserved(), torch.no_grad():
             mine = projections(grad)[None].to(device_type)
+        with torch.no_grad():
             found = all_gather(mine, 0, group.size, group, site)
         if are_apart(found).any():
             raise RuntimeError(
@@ -169,13 +184,14 @@ def _everybody(
     group: Group,
     site: Site,
     device_type: str,
-    randomness: Randomness | None,
+    numbers: Sequence[int] = (),
 ) -> list[list[int]]:
-    """The fingerprints of all ranks; none where nothing can be read."""
+    """Of all ranks, a fingerprint of ``tensors``, of what they sent, and the other ``numbers``;
+    nothing where nothing can be read."""
     if not can_read(tensors, device_type):
         return []
     with torch.no_grad():
-        mine = _fingerprints(tensors, group, device_type, randomness)
+        mine = _fingerprints(tensors, group, device_type, numbers)
         found: list[list[int]] = all_gather(mine, 0, group.size, group, site).tolist()
     return found
 
@@ -183,6 +199,21 @@ def _everybody(
 def first_other(values: list[int]) -> int | None:
     """The first rank whose value is not that of rank 0."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
+
+
+def apart_in(everybody: list[list[int]]) -> tuple[int | None, frozenset[int]]:
+    """The first rank whose random sequences are not where those of rank 0 are, and which.
+
+    Args:
+        everybody: of each rank a mask of those that it draws from, and where they all stand.
+    """
+    drawn = functools.reduce(operator.or_, (mask for mask, *_ in everybody), 0)
+    found: dict[int, int] = {}
+    for i, stands in enumerate(zip(*(stands for _, *stands in everybody), strict=True)):
+        other = first_other(list(stands)) if drawn >> i & 1 else None
+        if other is not None:
+            found[i] = other
+    return min(found.values(), default=None), frozenset(found)
 
 
 def _compared(inputs: Any, listed: bool = False) -> Iterator[torch.Tensor]:
@@ -204,14 +235,12 @@ def _compared(inputs: Any, listed: bool = False) -> Iterator[torch.Tensor]:
 
 
 def _fingerprints(
-    tensors: list[torch.Tensor], group: Group, device_type: str, randomness: Randomness | None
+    tensors: list[torch.Tensor], group: Group, device_type: str, numbers: Sequence[int]
 ) -> torch.Tensor:
-    """(1, 3) numbers of this rank, on the device it sends from: of its inputs, of its place in
-    the random sequence, of what it has sent."""
-    sent = torch.full((), group.ledger.sent, dtype=torch.long, device=device_type)
+    """(1, 2 + numbers) of this rank, on the device it sends from: of its inputs, what it sent."""
+    others = [group.ledger.sent, *numbers]
+    told = torch.tensor(others, dtype=torch.long, device=device_type)
     batch = torch.full((), len(tensors), dtype=torch.long, device=device_type)
     for t in tensors:  # in their order: what two of them swap is noticed
         batch = batch * FIRST + fingerprint(t, group).to(device_type)
-    position = 0 if randomness is None else randomness.fingerprint()
-    random = torch.full((), position, dtype=torch.long, device=device_type)
-    return torch.stack([batch, random, sent]).reshape(1, 3)
+    return torch.cat([batch[None], told])[None]

@@ -8,17 +8,17 @@ sum, parts of several models.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from tpplan import compat
-from tpplan.comm.agreement import ONE_ORDER, first_other
+from tpplan.comm.agreement import ONE_ORDER, apart_in, first_other
 from tpplan.comm.collectives import Group, Site, all_gather
 from tpplan.comm.fingerprints import are_apart, can_read, projections, replica
-from tpplan.comm.randomness import Randomness
+from tpplan.comm.randomness import SEQUENCES, Randomness, digest
 
 PROCESS = (
     "its code computes with something that each process has for itself: numbers that a module "
@@ -30,6 +30,8 @@ _DRIFTED = (
     "whole model (torch.nn.utils.clip_grad_norm_), and give all ranks of a tp group the same "
     "learning rate and state"
 )
+_OF_MODEL = {0, len(SEQUENCES)}
+"""The sequences that nobody else draws from: torch's, of its device, and its own generators'."""
 _ROUNDING = 1e-9
 _LOOKED_AT = 2**16
 """Elements of a parameter that are compared."""
@@ -42,9 +44,18 @@ class Alike:
     parameters; and the random sequences, of those that were drawn from, where they stood before.
     """
 
-    def __init__(self, group: Group, device_type: str, randomness: Randomness) -> None:
+    def __init__(
+        self,
+        group: Group,
+        device_type: str,
+        randomness: Randomness,
+        generators: Sequence[torch.Generator],
+        in_rows: bool,
+    ) -> None:
+        """``generators``: of the model's own. ``in_rows``: whether ranks have rows of a stream."""
         self._group, self._device_type = group, device_type
-        self._randomness = randomness
+        self._randomness, self._generators = randomness, generators
+        self._in_rows = in_rows
         self._sums: dict[str, torch.Tensor] = {}
         self._causes: dict[str, str] = {}
         self._met = 0
@@ -59,14 +70,19 @@ class Alike:
             ValueError: where ranks do not have the same.
         """
         ledger = self._group.ledger
-        outer, before = ledger.noting, self._randomness.fingerprints()
+        outer, before = ledger.noting, self._stands()
         ledger.noting = self._note
         try:
             yield self._note
         finally:
             ledger.noting = outer
-        pairs = zip(before, self._randomness.fingerprints(), strict=True)
-        self._compare(site, [was if was != now else 0 for was, now in pairs])
+        pairs = zip(before, self._stands(), strict=True)
+        mask = sum(1 << i for i, (was, now) in enumerate(pairs) if was != now)
+        self._compare(site, [mask, *before])
+
+    def _stands(self) -> list[int]:
+        own = b"".join(g.get_state().numpy().tobytes() for g in self._generators)
+        return [*self._randomness.stands(), digest(own)]
 
     def note_replicas(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take down the parameters that every rank has whole; of large ones where they begin."""
@@ -81,7 +97,7 @@ class Alike:
             return
         if not can_read([x], self._device_type):
             return
-        with torch.no_grad():
+        with compat.unobserved(), torch.no_grad():  # no op of the model's, to who counts or caches
             sums = projections(x).to(self._device_type)
         name = f"{site.module or 'the model'} ({site.reason})"
         self._met = (self._met + zlib.crc32(name.encode())) % 2**32  # in any order
@@ -95,18 +111,14 @@ class Alike:
             return
         with torch.no_grad():
             everyone = all_gather(own, 0, self._group.size, self._group, site).tolist()
-            other = first_other([random for _, *random in everyone])
-            if other is not None:
+            other, apart = apart_in([numbers for _, *numbers in everyone])
+            # rows are not compared: there what was drawn is all that could be seen
+            if other is not None and self._in_rows and apart & _OF_MODEL:
+                raise ValueError(_said_of(other))
+            another = first_other([met for met, *_ in everyone])
+            if another is not None:
                 raise ValueError(
-                    f"the random state of rank {other} of the tensor-parallel group was not that "
-                    "of rank 0 when the call began, and the model's code draws from it: give all "
-                    "ranks of a tp group the same torch.manual_seed, random.seed and "
-                    "numpy.random.seed (seed + data-parallel rank, say; not the rank in the world)"
-                )
-            other = first_other([met for met, *_ in everyone])
-            if other is not None:
-                raise ValueError(
-                    f"rank {other} of the tensor-parallel group was given the same batch as rank "
+                    f"rank {another} of the tensor-parallel group was given the same batch as rank "
                     f"0, and took another way through the model: {ONE_ORDER}; or {PROCESS}"
                 )
             if not self._sums:
@@ -114,6 +126,8 @@ class Alike:
             mine = torch.stack([self._sums[name] for name in sorted(self._sums)])[None]
             found = all_gather(mine, 0, self._group.size, self._group, site)
         far = are_apart(found).any(-1)
+        if far.any() and other is not None:
+            raise ValueError(_said_of(other))
         if far.any():
             self._raise_apart(found[[0, int(far.int().argmax())]], int(far.int().argmax()))
 
@@ -125,11 +139,22 @@ class Alike:
             return next((name for name in among if apart[name]), None)
 
         name = first_apart(self._causes)
+        cause = self._causes[name or ""]
         replicas = {name: why for name, why in self._causes.items() if why is _DRIFTED}
         # where they have come apart only a little, results may have more
         drifted = first_apart(replicas, _ROUNDING)
+        if drifted is not None and cause is PROCESS:
+            cause = f"{PROCESS}; or, as {drifted} is not quite the same, {_DRIFTED}"
         raise ValueError(
-            f"{name if drifted is None else drifted} is another one on rank {rank} of the "
-            "tensor-parallel group than on rank 0, of the same batch: "
-            f"{PROCESS if drifted is None else _DRIFTED}"
+            f"{name} is another one on rank {rank} of the tensor-parallel group than on rank 0, of "
+            f"the same batch: {cause}"
         )
+
+
+def _said_of(rank: int) -> str:
+    return (
+        f"the random state of rank {rank} of the tensor-parallel group was not that of rank 0 when "
+        "the call began, and the model's code draws from it: give all ranks of a tp group the same "
+        "torch.manual_seed, random.seed and numpy.random.seed (seed + data-parallel rank, say; not "
+        "the rank in the world), and the model's own generators the same seed"
+    )

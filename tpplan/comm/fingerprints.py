@@ -17,6 +17,8 @@ APART = 1e-2
 _SUMS = 4
 _PIECE = 2**16
 """Elements that are looked at together, at the least; of large tensors a 64th."""
+_MOST = 2**22
+"""Elements that are brought to another precision together."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # odd, below 2^63: of splitmix64 (Steele, Lea and Flood 2014)
 FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x14D049BB133111EB
@@ -49,21 +51,25 @@ def fingerprint(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 def projections(tensor: torch.Tensor) -> torch.Tensor:
     """(5,) in float64: the size of ``tensor``, and sums of its elements with signs that are random.
 
-    The signs are the same on all ranks: the sums of two tensors differ by about the size of their
-    difference.
+    The signs, of its rows times those of its columns, are the same on all ranks: the sums of two
+    tensors differ by about the size of their difference. Of a sparse or nested tensor nothing.
     """
-    signs = torch.arange(_SUMS, device=tensor.device)
-    sums = torch.zeros(1 + _SUMS, dtype=torch.float64, device=tensor.device)
-    at = 0
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    for piece in _pieces(values.detach(), _piece(values)):
-        own = piece.double()
-        bits = (_weights(at, own)[:, None] >> signs) & 1
-        sums[0] += own.square().sum()
-        sums[1:] += own @ (2 * bits - 1).double()
-        at += own.numel()
-    sums[0].sqrt_()
-    return sums
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return torch.zeros(1 + _SUMS, dtype=torch.float64, device=tensor.device)
+    x = tensor.detach().resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x
+    x = x.reshape(-1, x.size(-1)) if x.dim() else x.reshape(1, 1)
+    exact = x.dtype in (torch.float64, torch.int32, torch.int64)
+    dtype = torch.float64 if exact else torch.float32
+    rows, columns = (_signs(n, x.device).to(dtype) for n in x.shape)
+    each = max(1, _MOST // x.size(1))
+    found = torch.zeros(1 + _SUMS, dtype=torch.float64, device=x.device)
+    for some, signs in zip(x.split(each), rows.split(each, 1), strict=True):
+        some = some.to(dtype)
+        found[0] += some.square().sum()
+        found[1:] += ((signs @ some) * columns).sum(1)
+    found[0].sqrt_()
+    return found
 
 
 def are_apart(found: torch.Tensor, tolerance: float = APART) -> torch.Tensor:
@@ -79,11 +85,21 @@ def are_apart(found: torch.Tensor, tolerance: float = APART) -> torch.Tensor:
     return far | (found.isfinite().all(-1) != found[0].isfinite().all(-1))
 
 
+def _signs(count: int, device: torch.device) -> torch.Tensor:
+    """(4, count), each 1 or -1."""
+    places = _mixed(torch.arange(count, device=device))
+    return 2 * ((places >> torch.arange(_SUMS, device=device)[:, None]) & 1) - 1
+
+
 def _weights(first: int, like: torch.Tensor) -> torch.Tensor:
     """A number for each element of ``like``, which is flat, by its place from ``first`` on."""
-    weights = torch.arange(first, first + like.numel(), device=like.device)
-    weights.mul_(FIRST).bitwise_xor_(weights >> 29).mul_(_SECOND)
-    return weights.bitwise_xor_(weights >> 32)
+    return _mixed(torch.arange(first, first + like.numel(), device=like.device))
+
+
+def _mixed(places: torch.Tensor) -> torch.Tensor:
+    """A number for each place, in its memory."""
+    places.mul_(FIRST).bitwise_xor_(places >> 29).mul_(_SECOND)
+    return places.bitwise_xor_(places >> 32)
 
 
 def replica(tensor: DTensor, group: Group) -> torch.Tensor:

@@ -26,6 +26,8 @@ import torch
 from tpplan.compat import FakeTensor
 
 _BITS = 2**64 - 1
+SEQUENCES = ("torch", "torch, on the CPU", "Python", "numpy")
+"""What a model's code may draw from, whatever device it is on: layers are dropped by any."""
 
 
 def _never() -> bool:
@@ -61,13 +63,13 @@ class Randomness:
     Attributes:
         rank: in the tensor-parallel group.
         on_own: whether the default generator draws from the rank's own sequence at present.
-        of_process: whether the model draws from sequences of the process as well, Python's say.
+        drawn: of ``SEQUENCES``, those that the model's code is known to draw from.
     """
 
     def __init__(self, rank: int, device_type: str) -> None:
         self.rank = rank
         self.on_own = False
-        self.of_process = False
+        self.drawn: frozenset[str] = frozenset()
         self._device_type = device_type
         self._shared: Any = None  # where the shared sequence waits while on_own
 
@@ -119,38 +121,25 @@ class Randomness:
             self.on_own = True
             _own.reset(told)
 
-    def fingerprint(self) -> int:
-        """A number that tells where the random sequences of the model stand, to compare ranks."""
-        own = self._stands()
-        return mixed(own, *_of_process()) >> 1 if self.of_process else own
-
-    def fingerprints(self) -> list[int]:
-        """The same of each sequence that there is, whether or not the model draws from it.
-
-        Code may decide by them, on whatever device the model is (layers that are dropped).
-        """
-        return [self._stands(), *_of_process()]
-
-    def _stands(self) -> int:
+    def stands(self) -> list[int]:
+        """Numbers that tell where each of ``SEQUENCES`` stands, for comparing ranks."""
         position = _position(_default_generator(self._device_type))
         if isinstance(position, torch.Tensor):
-            twin = torch.Generator().set_state(position)
-            return int(torch.randint(2**63 - 1, (), generator=twin, device="cpu"))
-        return mixed(*position) >> 1
+            own = digest(position.numpy().tobytes())
+        else:
+            own = mixed(*position) >> 1
+        numpy = sys.modules.get("numpy")
+        return [
+            own,
+            digest(torch.get_rng_state().numpy().tobytes()),
+            digest(pickle.dumps(random.getstate())),
+            digest(pickle.dumps(numpy.random.get_state())) if numpy else 0,
+        ]
 
 
-def _of_process() -> list[int]:
-    """Where the sequences stand that are not of a device: torch's, Python's and numpy's."""
-    numpy = sys.modules.get("numpy")
-    return [
-        _digest(torch.get_rng_state().numpy().tobytes()),
-        _digest(pickle.dumps(random.getstate())),
-        _digest(pickle.dumps(numpy.random.get_state())) if numpy else 0,
-    ]
-
-
-def _digest(state: bytes) -> int:
-    return zlib.crc32(state) + 1  # 0 is of none
+def digest(state: bytes) -> int:
+    """A number for the state of a generator."""
+    return zlib.crc32(state)
 
 
 def mixed(*numbers: int) -> int:

@@ -82,6 +82,11 @@ def mesh_of_all(tp: int, ep: int, prefix: str = "") -> DeviceMesh:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=names)
 
 
+def is_simulated(mesh: DeviceMesh) -> bool:
+    """Whether its ranks are threads of one process, and have all in common that is a process'."""
+    return bool(dist.get_backend(mesh.get_group(0)) == "threaded")
+
+
 @one_thread()
 @_same_excepthook()
 def simulate(

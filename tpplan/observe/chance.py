@@ -26,10 +26,12 @@ class Chance(Namespace):
 
     Args:
         get: gives the state of the source, which ``go_on`` takes.
+        name: of one that the process has.
     """
 
-    def __init__(self, get: Callable[[], Any], go_on: Callable[[Any], Any]) -> None:
+    def __init__(self, get: Callable[[], Any], go_on: Callable[[Any], Any], name: str = "") -> None:
         super().__init__({"get": get, "go on": go_on})
+        self.name = name
 
     def read(self) -> dict[str, Any]:
         """The state now."""
@@ -46,9 +48,9 @@ class Chance(Namespace):
 
 def chances() -> list[Chance]:
     """Those of the process: Python's, and numpy's where it is used."""
-    found = [Chance(random.getstate, random.setstate)]
+    found = [Chance(random.getstate, random.setstate, "Python")]
     if numpy := sys.modules.get("numpy"):
-        found.append(Chance(numpy.random.get_state, numpy.random.set_state))
+        found.append(Chance(numpy.random.get_state, numpy.random.set_state, "numpy"))
     return found
 
 

@@ -73,7 +73,7 @@ class Snapshot:
         users: what of it is of the user's own code, not of installed packages.
         touched: whether some run since then has changed it, or may have for a while: where the
             user's code has a container, that need not show afterwards.
-        drawn: whether some run since then drew from a random sequence that is not torch's.
+        drawn: the random sequences of the process, torch's aside, that some run drew from.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,7 +81,7 @@ class Snapshot:
         self.held = [*_held_in(outside_of(model))]
         self.held += [_Held(chance, "", chance.read()) for chance in chances()]
         self.users = [held for held in self.held if not held.package]
-        self.drawn = False
+        self.drawn = frozenset[str]()
         self.touched = any(not isinstance(held.thing, Namespace) for held in self.users)
 
     def put_back(self, packages: bool = True) -> list[tuple[Any, Any]]:
@@ -95,7 +95,8 @@ class Snapshot:
         for held in changed:
             held.put_back()
         self.touched |= bool(changed)
-        self.drawn |= any(isinstance(held.thing, Chance) for held in changed)
+        sources = (held.thing for held in changed if isinstance(held.thing, Chance))
+        self.drawn |= {source.name for source in sources if source.name}
         return own
 
     def changed(self, among: Iterable[_Held]) -> list[_Held]:

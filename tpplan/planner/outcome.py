@@ -93,7 +93,7 @@ class Outcome:
     gated: Mapping[str, WidthNorm]
     fused: Findings
 
-    def result(self, draws: bool = False) -> CompiledPlan:
+    def result(self, draws: frozenset[str] = frozenset()) -> CompiledPlan:
         parameters = {
             names[0]: self.parameter_plan(names) for names in self.placing.names.values() if names
         }

@@ -21,7 +21,7 @@ Numbers = Mapping[str, list[float]]
 
 
 def require_alike(staged: Staged | None, failed: Exception | None, mesh: DeviceMesh) -> None:
-    """Compare what the unsharded model gives on each rank; one small exchange.
+    """Compare what the unsharded model gives on each rank; one small exchange, or two.
 
     Args:
         staged: on this rank; None where it ``failed``.
@@ -49,10 +49,10 @@ def _numbers(staged: Staged) -> Iterator[tuple[str, list[float]]]:
     """What each step gives, and the gradients of all parameters together."""
     for number, (scene, results) in enumerate(zip(staged.scenes, staged.expected, strict=True)):
         for place, result in enumerate(results):
-            step = f"step {number}, {scene.what}" + f", place {place}" * (len(results) > 1)
+            prefix = f"step {number}, {scene.what}" + f", place {place}" * (len(results) > 1)
             for name, out in result.outputs.items():
-                yield f"{step}: {name}", projections(out).tolist()
-            yield f"{step}: the gradients", _of_all(result)
+                yield f"{prefix}: {name}", projections(out).tolist()
+            yield f"{prefix}: the gradients", _of_all(result)
 
 
 def _of_all(result: Result) -> list[float]:
@@ -80,6 +80,6 @@ def _first_apart(everyone: list[Numbers]) -> tuple[int, str | None]:
             mine, first = numbers.get(name), everyone[0].get(name)
             if mine is None or first is None or len(mine) != len(first):
                 return rank, name
-            if mine and are_apart(torch.tensor([first, mine]), ROUNDING).any():
+            if mine and are_apart(torch.tensor([first, mine], dtype=torch.float64), ROUNDING).any():
                 return rank, name
     return 0, None

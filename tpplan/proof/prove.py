@@ -89,17 +89,12 @@ def prove_once(
     """
     failed: Exception | None = None
     staged: Staged | None = None
-    first = not any(mesh.get_coordinate() or ())
     try:
         with _apart(model):
             staged = stage(model, compiled, inputs, Known())
-            if first:
+            if not any(mesh.get_coordinate() or ()):
                 _prove(staged, model)
-    except PlanError as error:
-        failed = error
     except Exception as error:
-        if first:
-            raise
         failed = error
     own = list(failed.diagnostics) if isinstance(failed, PlanError) else None
     told: list[Diagnostic] | None = broadcast(own, mesh)

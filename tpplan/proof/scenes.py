@@ -185,8 +185,8 @@ def stage(model: nn.Module, compiled: CompiledPlan, inputs: Any, known: Known) -
     smaller = ((True, True), (False, True), (False, False))
     stages = list(itertools.product(sizes, smaller))
     first = known.any_plan.once((model, inputs), "stage", lambda: [0])  # the one that ran
-    for stage in (*range(first[0], len(stages)), *range(first[0])):
-        each, (skip, thin) = stages[stage]
+    for number in (*range(first[0], len(stages)), *range(first[0])):
+        each, (skip, thin) = stages[number]
         try:
             small, plan = miniature(model, compiled, skip, thin)
             scenes, expected = played(model, small, compiled, each, inputs is None)
@@ -195,7 +195,7 @@ def stage(model: nn.Module, compiled: CompiledPlan, inputs: Any, known: Known) -
             continue
         if misses(small):  # which fails, or is left out, in some of the steps
             continue
-        first[0] = stage
+        first[0] = number
         return Staged(small, plan, scenes, expected)
     message = f"the model cannot be run on random numbers: {type(failure).__name__}: {failure}"
     position = compiled.plan.rules[0].position

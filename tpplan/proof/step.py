@@ -91,7 +91,7 @@ def step(
     generator = torch.Generator().manual_seed(seed)
     result = Result() if due is None else Result(weights=due.weights)
     total = None
-    for place, out in found.items():
+    for place, out in sorted(found.items()):  # a model may give them in the order of a set
         if not out.requires_grad:
             continue
         if due is None:

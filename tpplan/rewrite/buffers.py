@@ -19,7 +19,8 @@ def buffers_of(model: nn.Module, mesh: DeviceMesh | None, source: int | None) ->
     """Give ``model`` the buffers of rank ``source`` of each group, where it has others.
 
     In place, as other attributes may be the same tensor. Whatever is raised within it, the model
-    has its own again. ``source`` None trusts each rank's own.
+    has its own again. ``source`` None trusts each rank's own; so it is of buffers on the meta
+    device, and of those that have no numbers of their own (expanded, sparse, other classes).
     """
     if source is None or not has_others(mesh):
         yield
@@ -47,7 +48,7 @@ def _is_plain(buffer: torch.Tensor) -> bool:
 
 
 def _bytes(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.detach().contiguous().reshape(-1).view(torch.uint8)
+    return buffer.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _checksum(buffer: torch.Tensor) -> int:

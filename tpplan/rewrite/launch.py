@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.comm.agreement import ONE_ORDER
 from tpplan.compiled import CompiledPlan
-from tpplan.observe.chance import chance_of
 from tpplan.observe.examples import does_not_run
 
 _SHOWN = 4
@@ -107,10 +106,6 @@ def _facts(
         facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype} {kind}"
     for name, buffer in model.named_buffers():
         facts[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
-    for path, held in model.named_modules():
-        for name, value in vars(held).items():
-            if (chance := chance_of(value)) is not None:
-                facts[f"state of the generator {path}.{name}"] = _digest(repr(chance.read()))[:12]
     for name, entry in compiled.parameters.items():
         facts[f"placement of {name}"] = str(entry.placement)
     return facts

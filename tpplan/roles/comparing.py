@@ -29,8 +29,9 @@ def begin(module: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ali
     Gives what takes down, at those calls, what else must be alike.
 
     Raises:
-        RuntimeError: where they differ, or where gradients would, of parameters added since; where
-            what a region consists of was replaced.
+        ValueError: where they differ.
+        RuntimeError: where gradients would, of parameters added since; where what a region consists
+            of was replaced.
     """
     state = module._tpplan
     stream, dim = state.stream, state.stream.dim
@@ -44,19 +45,24 @@ def begin(module: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ali
         require_none_added(module, stream.group)
     require_none_replaced(module, stream.group)
     site = _site(module, "inputs of the ranks")
-    draws = stream.randomness.of_process or draws_in_training(module)
+    simulated = compat.is_simulated(stream.group.mesh)
+    draws = frozenset[str]()
+    if module.training and not simulated:
+        draws = stream.randomness.drawn
+        draws |= {"torch"} if draws_in_training(module) else set()
     # by name: what is given directly is told from what is in a list
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     where = stream.group, site, stream.mesh.device_type
-    require_same_inputs(given, *where, stream.randomness if module.training and draws else None)
+    require_same_inputs(given, *where, stream.randomness, draws)
     if torch.is_grad_enabled():
         site = _site(module, "gradients of what it is given")
         compare_gradients(given, stream.group, site, stream.mesh.device_type)
-    if not can_read([], stream.mesh.device_type):
+    if simulated or not state.schedule.counted or not can_read([], stream.mesh.device_type):
         return None
-    alike = Alike(stream.group, stream.mesh.device_type, stream.randomness)
-    if state.schedule.counted:
-        alike.note_replicas(module.named_parameters(state.plan.path))
+    generators = _generators(module)
+    how = stream.randomness, generators, stream.sequence_parallel
+    alike = Alike(stream.group, stream.mesh.device_type, *how)
+    alike.note_replicas(module.named_parameters(state.plan.path))
     return alike
 
 
@@ -83,6 +89,12 @@ def watch_loss(module: Lowered, out: Any) -> None:
         if x.requires_grad:
             said = f"what {path or 'the model'} gives{name}"
             compare_gradient(x, said, OTHER_LOSS, stream.group, site, stream.mesh.device_type)
+
+
+def _generators(module: Lowered) -> list[torch.Generator]:
+    """Those that it keeps."""
+    held = (value for inner in module.modules() for value in vars(inner).values())
+    return [value for value in held if isinstance(value, torch.Generator)]
 
 
 def _site(module: Lowered, what: str) -> Site:
