@@ -27,6 +27,7 @@ from tpplan.comm import (
     agreement,
     collectives,
     conjugates,
+    fingerprints,
     gradients,
     pieces,
     sharded,
@@ -181,9 +182,13 @@ def test_ranks_are_compared_on_the_device(cuda: Cuda, monkeypatch: pytest.Monkey
         group, randomness = Group.of(mesh), Randomness(0, "cuda")
         with fakes():
             inputs = [torch.empty(3, 4, device=device) for device in (HERE, "cpu")]
-            mine = agreement._fingerprints(inputs, group, "cuda", randomness)
+            mine = agreement._fingerprints(inputs, group, "cuda", [1, 2])
             assert devices(mine) == {HERE}
             assert devices(collectives.all_gather(mine, 0, 2, group, SITE)) == {HERE}
+            sums = [fingerprints.projections(x) for x in inputs]
+            assert devices(sums) == {HERE, "cpu"}
+            found = fingerprints.are_apart(torch.stack([sums[0]] * 2))
+            assert devices(found) == {HERE}
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         agreement.require_same_inputs({"ids": torch.zeros(3)}, group, SITE, "cuda", randomness)
 

@@ -296,7 +296,7 @@ class CompiledPlan:
     kernels: Mapping[str, str] = field(default_factory=FrozenMap)
     unmatched: tuple[str, ...] = ()
     ep: int = 1
-    draws: frozenset[str] = frozenset()
+    draws: tuple[str, ...] = ()
 
     def parameter(self, name: str) -> ParameterPlan:
         """The entry of a parameter under any of its names; KeyError where there is none."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from tpplan.comm import Randomness, randomness
-from tpplan.comm.randomness import mixed
+from tpplan.comm.randomness import SEQUENCES, mixed
 from tpplan.compat import FakeTensorMode
 
 DRAWS = 4
@@ -139,18 +141,32 @@ def test_an_error_inside_leaves_the_shared_sequence_in_step(draw: Draw) -> None:
     assert after[0] == after[1]
 
 
-def test_fingerprints_tell_positions_apart_and_move_nothing(draw: Draw) -> None:
+def test_numbers_tell_positions_apart_and_move_nothing(draw: Draw) -> None:
     (rank,) = ranks(1)
     draw.seed(5)
-    first = rank.fingerprint()
-    assert rank.fingerprint() == first
+    first = rank.stands()
+    assert rank.stands() == first
     numbers = draw(1)
-    second = rank.fingerprint()
-    assert second != first
-    assert 0 <= first < 2**63
+    second = rank.stands()
+    assert second[0] != first[0] and second[2:] == first[2:]
+    assert all(0 <= number < 2**63 for number in first)
     draw.seed(5)
-    assert rank.fingerprint() == first
-    assert draw(1) == numbers and rank.fingerprint() == second
+    assert rank.stands() == first
+    assert draw(1) == numbers and rank.stands() == second
+
+
+@pytest.mark.parametrize(
+    "source, draws",
+    [("torch, on the CPU", torch.rand), ("Python", random.random), ("numpy", numpy.random.rand)],
+)
+def test_each_sequence_has_a_number(source: str, draws: Callable[..., object]) -> None:
+    rank = Randomness(0, "cpu")
+    before = rank.stands()
+    draws(*(1,) * (source != "Python"))
+    moved = {
+        name for name, was, now in zip(SEQUENCES, before, rank.stands(), strict=True) if was != now
+    }
+    assert moved == ({"torch", source} if source.startswith("torch") else {source})
 
 
 def test_fake_tensors_draw_nothing() -> None:

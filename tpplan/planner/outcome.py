@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -93,7 +93,7 @@ class Outcome:
     gated: Mapping[str, WidthNorm]
     fused: Findings
 
-    def result(self, draws: frozenset[str] = frozenset()) -> CompiledPlan:
+    def result(self, draws: Collection[str] = ()) -> CompiledPlan:
         parameters = {
             names[0]: self.parameter_plan(names) for names in self.placing.names.values() if names
         }
@@ -106,7 +106,7 @@ class Outcome:
             kernels=FrozenMap(self.kernels),
             unmatched=self.matches.unmatched,
             ep=self.ep,
-            draws=draws,
+            draws=tuple(sorted(draws)),
         )
 
     def parameter_plan(self, names: tuple[str, ...]) -> ParameterPlan:

@@ -93,7 +93,7 @@ def _shard(
     if plan.overlap == SYMMETRIC:
         enable_symmetric_memory(own.get_group())
     stream = Stream(own, compiled.sequence_parallel, plan.sequence_dim, frozenset(fused), *kept)
-    stream.randomness.drawn = compiled.draws
+    stream.randomness.drawn = frozenset(compiled.draws)
     stream.whole_results = all(
         plan.options.get("output") != "shard"
         for plan in compiled.modules.values()
