@@ -86,11 +86,12 @@ class Alike:
 
     def note_replicas(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take down the parameters that every rank has whole; of large ones where they begin."""
-        for name, parameter in parameters:
-            if isinstance(parameter, DTensor):
-                whole = replica(parameter, self._group)
-                some = whole if whole.numel() <= _LOOKED_AT else whole.flatten()[:_LOOKED_AT]
-                self._note(some, Site(name, "parameter"), _DRIFTED)
+        with compat.unobserved():
+            for name, parameter in parameters:
+                whole = replica(parameter, self._group) if isinstance(parameter, DTensor) else None
+                if whole is not None and whole.numel():
+                    some = whole if whole.numel() <= _LOOKED_AT else whole.flatten()[:_LOOKED_AT]
+                    self._note(some, Site(name, "parameter"), _DRIFTED)
 
     def _note(self, x: torch.Tensor, site: Site, cause: str = PROCESS) -> None:
         if compat.is_wrapped(x) or type(x) not in (torch.Tensor, torch.nn.Parameter):
@@ -123,7 +124,8 @@ class Alike:
                 )
             if not self._sums:
                 return
-            mine = torch.stack([self._sums[name] for name in sorted(self._sums)])[None]
+            with compat.unobserved():
+                mine = torch.stack([self._sums[name] for name in sorted(self._sums)])[None]
             found = all_gather(mine, 0, self._group.size, self._group, site)
         far = are_apart(found).any(-1)
         if far.any() and other is not None:

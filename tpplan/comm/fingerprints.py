@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from tpplan import compat
@@ -17,6 +18,9 @@ APART = 1e-2
 _SUMS = 4
 _PIECE = 2**16
 """Elements that are looked at together, at the least; of large tensors a 64th."""
+_LARGE = 1e18
+"""What is larger, or no number, stands for something masked."""
+_WIDTH = 2**12
 _MOST = 2**22
 """Elements that are brought to another precision together."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -33,6 +37,8 @@ def can_read(tensors: list[torch.Tensor], device_type: str) -> bool:
 
 def fingerprint(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """A number for the values of ``tensor``, their places, its shape and its dtype."""
+    if tensor.is_nested:  # its sizes have names of the process
+        return torch.zeros((), dtype=torch.long, device=tensor.device)
     said = f"{tensor.dtype} {tuple(tensor.shape)}"
     if isinstance(tensor, DTensor):
         said = f"{said} {tensor.placements}"
@@ -52,24 +58,34 @@ def projections(tensor: torch.Tensor) -> torch.Tensor:
     """(5,) in float64: the size of ``tensor``, and sums of its elements with signs that are random.
 
     The signs, of its rows times those of its columns, are the same on all ranks: the sums of two
-    tensors differ by about the size of their difference. Of a sparse or nested tensor nothing.
+    tensors differ by about the size of their difference. What is not finite, or as large as what
+    masks scores, is left out; of a sparse or nested tensor all.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
         return torch.zeros(1 + _SUMS, dtype=torch.float64, device=tensor.device)
-    x = tensor.detach().resolve_conj().resolve_neg()
-    x = torch.view_as_real(x) if x.is_complex() else x
-    x = x.reshape(-1, x.size(-1)) if x.dim() else x.reshape(1, 1)
+    x = _matrix(tensor.detach().resolve_conj().resolve_neg())
     exact = x.dtype in (torch.float64, torch.int32, torch.int64)
     dtype = torch.float64 if exact else torch.float32
     rows, columns = (_signs(n, x.device).to(dtype) for n in x.shape)
     each = max(1, _MOST // x.size(1))
     found = torch.zeros(1 + _SUMS, dtype=torch.float64, device=x.device)
-    for some, signs in zip(x.split(each), rows.split(each, 1), strict=True):
-        some = some.to(dtype)
-        found[0] += some.square().sum()
-        found[1:] += ((signs @ some) * columns).sum(1)
+    with torch.autocast(x.device.type, enabled=False):
+        for some, signs in zip(x.split(each), rows.split(each, 1), strict=True):
+            some = some.to(dtype)
+            some = some.masked_fill(~(some.abs() < _LARGE), 0.0)
+            found[0] += torch.linalg.vector_norm(some, dtype=torch.float64).square()
+            found[1:] += ((signs @ some) * columns).sum(1)
     found[0].sqrt_()
     return found
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """The elements of ``x`` in rows and columns; of a long or thin one with zeros behind them."""
+    x = torch.view_as_real(x).reshape(*x.shape[:-1], -1) if x.is_complex() else x
+    if x.dim() and max(x.size(-1), x.numel() // x.size(-1)) <= _PIECE:
+        return x.reshape(-1, x.size(-1))
+    width = min(x.numel(), _WIDTH)
+    return F.pad(x.reshape(-1), (0, -x.numel() % width)).view(-1, width)
 
 
 def are_apart(found: torch.Tensor, tolerance: float = APART) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -9,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.comm.alike import PROCESS
 from tpplan.comm.fingerprints import are_apart, projections
+from tpplan.observe.untouched import by_itself
 from tpplan.proof.exact import exact
-from tpplan.proof.locate import watched
+from tpplan.proof.locate import Seen, watched
 from tpplan.proof.miniature import unsharded
 from tpplan.proof.scenes import Staged
 from tpplan.proof.step import ROUNDING, Result, step
@@ -29,8 +31,13 @@ def require_alike(staged: Staged | None, failed: Exception | None, mesh: DeviceM
     Raises:
         ValueError: on all ranks, where it fails on some of them, or gives something else.
     """
+    numbers: Numbers = {}
+    try:
+        numbers = dict(_numbers(staged)) if staged else {}
+    except Exception as error:
+        failed = failed or error
     told = None if failed is None else f"{type(failed).__name__}: {failed}"
-    everyone = everyones((told, dict(_numbers(staged)) if staged else {}), mesh)
+    everyone = everyones((told, numbers), mesh)
     for rank, (said, _) in enumerate(everyone):
         if said is not None:
             raise ValueError(f"{named(rank, mesh)} stopped with {said}") from failed
@@ -67,7 +74,9 @@ def _watched(staged: Staged) -> Numbers:
         for seed, scene in enumerate(staged.scenes):
             step(model, scene, seed)
 
-    with exact():
+    seen: list[Seen] = []
+    # the model itself is named where it fails with hooks
+    with contextlib.suppress(Exception), exact(), by_itself(packages=True):
         seen = watched(unsharded(staged.small), staged.plan, run)
     return {f"{i} {s.path}": projections(s.tensor).tolist() for i, s in enumerate(seen)}
 

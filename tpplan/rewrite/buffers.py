@@ -18,6 +18,7 @@ from tpplan.rewrite.launch import everyones, has_others
 def buffers_of(model: nn.Module, mesh: DeviceMesh | None, source: int | None) -> Iterator[None]:
     """Give ``model`` the buffers of rank ``source`` of each group, where it has others.
 
+    And its parameters that are integers, which the proof does not draw anew.
     In place, as other attributes may be the same tensor. Whatever is raised within it, the model
     has its own again. ``source`` None trusts each rank's own; so it is of buffers on the meta
     device, and of those that have no numbers of their own (expanded, sparse, other classes).
@@ -25,7 +26,8 @@ def buffers_of(model: nn.Module, mesh: DeviceMesh | None, source: int | None) ->
     if source is None or not has_others(mesh):
         yield
         return
-    buffers = [b for b in model.buffers() if _is_plain(b)]
+    counts = (p for p in model.parameters() if not (p.is_floating_point() or p.is_complex()))
+    buffers = [b for b in (*model.buffers(), *counts) if _is_plain(b)]
     everyone = everyones([_checksum(b) for b in buffers], mesh)
     apart = [b for b, *sums in zip(buffers, *everyone, strict=True) if len(set(sums)) > 1]
     before = [b.clone() for b in apart]
@@ -41,7 +43,7 @@ def buffers_of(model: nn.Module, mesh: DeviceMesh | None, source: int | None) ->
 
 def _is_plain(buffer: torch.Tensor) -> bool:
     """Whether it has numbers of its own, each in one place."""
-    if type(buffer) not in (torch.Tensor, nn.Buffer) or buffer.layout is not torch.strided:
+    if type(buffer) not in (torch.Tensor, nn.Parameter) or buffer.layout is not torch.strided:
         return False
     spread = any(n > 1 and not step for n, step in zip(buffer.shape, buffer.stride(), strict=True))
     return not buffer.is_meta and not spread
