@@ -125,6 +125,8 @@ def require_same_routing(
     Raises:
         ValueError: where a rank chose others than the first.
     """
+    if not can_read(chosen, device_type):
+        return
     everybody = _everybody(chosen, group, site, device_type)
     other = first_other([choice for choice, *_ in everybody])
     if other is not None:
@@ -186,10 +188,7 @@ def _everybody(
     device_type: str,
     numbers: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Of all ranks, a fingerprint of ``tensors``, of what they sent, and the other ``numbers``;
-    nothing where nothing can be read."""
-    if not can_read(tensors, device_type):
-        return []
+    """Of all ranks, a fingerprint of ``tensors``, of what they sent, and the other ``numbers``."""
     with torch.no_grad():
         mine = _fingerprints(tensors, group, device_type, numbers)
         found: list[list[int]] = all_gather(mine, 0, group.size, group, site).tolist()

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from tpplan import compat
 from tpplan.comm.agreement import ONE_ORDER, apart_in, first_other
 from tpplan.comm.collectives import Group, Site, all_gather
-from tpplan.comm.fingerprints import are_apart, can_read, projections, replica
-from tpplan.comm.randomness import SEQUENCES, Randomness, digest
+from tpplan.comm.fingerprints import are_apart, can_read, projections
+from tpplan.comm.placements import along_tp
+from tpplan.comm.randomness import SEQUENCES, Randomness
 
 PROCESS = (
     "its code computes with something that each process has for itself: numbers that a module "
@@ -82,14 +83,14 @@ class Alike:
 
     def _stands(self) -> list[int]:
         own = b"".join(g.get_state().numpy().tobytes() for g in self._generators)
-        return [*self._randomness.stands(), digest(own)]
+        return [*self._randomness.stands(), zlib.crc32(own)]
 
     def note_replicas(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take down the parameters that every rank has whole; of large ones where they begin."""
         with compat.unobserved():
             for name, parameter in parameters:
-                whole = replica(parameter, self._group) if isinstance(parameter, DTensor) else None
-                if whole is not None and whole.numel():
+                if isinstance(parameter, DTensor) and along_tp(parameter).is_replicate():
+                    whole = compat.local_of(parameter)
                     some = whole if whole.numel() <= _LOOKED_AT else whole.flatten()[:_LOOKED_AT]
                     self._note(some, Site(name, "parameter"), _DRIFTED)
 
@@ -127,11 +128,11 @@ class Alike:
             with compat.unobserved():
                 mine = torch.stack([self._sums[name] for name in sorted(self._sums)])[None]
             found = all_gather(mine, 0, self._group.size, self._group, site)
-        far = are_apart(found).any(-1)
-        if far.any() and other is not None:
+        rank = next((i for i, far in enumerate(are_apart(found).any(-1)) if far), None)
+        if rank is not None and other is not None:
             raise ValueError(_said_of(other))
-        if far.any():
-            self._raise_apart(found[[0, int(far.int().argmax())]], int(far.int().argmax()))
+        if rank is not None:
+            self._raise_apart(found[[0, rank]], rank)
 
     def _raise_apart(self, found: torch.Tensor, rank: int) -> None:
         """``found``: (2, names, 5), of the first rank and of one that has something else."""

@@ -42,7 +42,7 @@ def fingerprint(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     said = f"{tensor.dtype} {tuple(tensor.shape)}"
     if isinstance(tensor, DTensor):
         said = f"{said} {tensor.placements}"
-        tensor = replica(tensor, group)
+        tensor = _replica(tensor, group)
     total = torch.full((), zlib.crc32(said.encode()), dtype=torch.long, device=tensor.device)
     if tensor.layout is not torch.strided:
         return total
@@ -97,8 +97,7 @@ def are_apart(found: torch.Tensor, tolerance: float = APART) -> torch.Tensor:
     Returns:
         (ranks, ...), of bool.
     """
-    far = ((found - found[0]).abs() > tolerance * found[..., :1].amax(0)).any(-1)
-    return far | (found.isfinite().all(-1) != found[0].isfinite().all(-1))
+    return ((found - found[0]).abs() > tolerance * found[..., :1].amax(0)).any(-1)
 
 
 def _signs(count: int, device: torch.device) -> torch.Tensor:
@@ -118,7 +117,7 @@ def _mixed(places: torch.Tensor) -> torch.Tensor:
     return places.bitwise_xor_(places >> 32)
 
 
-def replica(tensor: DTensor, group: Group) -> torch.Tensor:
+def _replica(tensor: DTensor, group: Group) -> torch.Tensor:
     """What all ranks of the group must hold alike of ``tensor``."""
     mesh, local = tensor.device_mesh, compat.local_of(tensor)
     for i, placement in enumerate(tensor.placements):

@@ -125,21 +125,16 @@ class Randomness:
         """Numbers that tell where each of ``SEQUENCES`` stands, for comparing ranks."""
         position = _position(_default_generator(self._device_type))
         if isinstance(position, torch.Tensor):
-            own = digest(position.numpy().tobytes())
+            own = zlib.crc32(position.numpy().tobytes())
         else:
             own = mixed(*position) >> 1
         numpy = sys.modules.get("numpy")
         return [
             own,
-            digest(torch.get_rng_state().numpy().tobytes()),
-            digest(pickle.dumps(random.getstate())),
-            digest(pickle.dumps(numpy.random.get_state())) if numpy else 0,
+            zlib.crc32(torch.get_rng_state().numpy().tobytes()),
+            zlib.crc32(pickle.dumps(random.getstate())),
+            zlib.crc32(pickle.dumps(numpy.random.get_state())) if numpy else 0,
         ]
-
-
-def digest(state: bytes) -> int:
-    """A number for the state of a generator."""
-    return zlib.crc32(state)
 
 
 def mixed(*numbers: int) -> int:

@@ -30,7 +30,6 @@ from tpplan.planner.closures import led_by_closures
 from tpplan.planner.known import Known
 from tpplan.planner.match import fold
 from tpplan.planner.stops import line_of, place_of, stopped_at
-from tpplan.proof.alike import require_alike
 from tpplan.proof.calls import length_of
 from tpplan.proof.decided import misdecided
 from tpplan.proof.drawn import misdrawn
@@ -38,6 +37,7 @@ from tpplan.proof.exact import exact
 from tpplan.proof.locate import Divergence, Seen, compare, rule_near, watched
 from tpplan.proof.miniature import on_rank, unsharded
 from tpplan.proof.noted import Misstep
+from tpplan.proof.own_model import require_alike
 from tpplan.proof.ranks import places_of, simulated
 from tpplan.proof.scenes import Staged, rounding_of, stage
 from tpplan.proof.step import ROUNDING, TIMES, Result, Scene, parts_of, step, worst

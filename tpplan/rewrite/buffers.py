@@ -18,18 +18,19 @@ from tpplan.rewrite.launch import everyones, has_others
 def buffers_of(model: nn.Module, mesh: DeviceMesh | None, source: int | None) -> Iterator[None]:
     """Give ``model`` the buffers of rank ``source`` of each group, where it has others.
 
-    And its parameters that are integers, which the proof does not draw anew.
-    In place, as other attributes may be the same tensor. Whatever is raised within it, the model
-    has its own again. ``source`` None trusts each rank's own; so it is of buffers on the meta
-    device, and of those that have no numbers of their own (expanded, sparse, other classes).
+    And its parameters that are integers, which the proof does not draw anew. In place, as other
+    attributes may be the same tensor; whatever is raised within it, the model has its own again.
+    ``source`` None trusts each rank's own. So it is of what is on the meta device on some rank, or
+    has no numbers of its own there (expanded, sparse, other classes).
     """
     if source is None or not has_others(mesh):
         yield
         return
     counts = (p for p in model.parameters() if not (p.is_floating_point() or p.is_complex()))
-    buffers = [b for b in (*model.buffers(), *counts) if _is_plain(b)]
-    everyone = everyones([_checksum(b) for b in buffers], mesh)
-    apart = [b for b, *sums in zip(buffers, *everyone, strict=True) if len(set(sums)) > 1]
+    buffers = [*model.buffers(), *counts]
+    everyone = everyones([_checksum(b) if _is_plain(b) else None for b in buffers], mesh)
+    sums = (set(those) for those in zip(*everyone, strict=True))
+    apart = [b for b, of in zip(buffers, sums, strict=False) if len(of) > 1 and None not in of]
     before = [b.clone() for b in apart]
     try:
         for buffer in apart:

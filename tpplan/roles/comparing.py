@@ -49,7 +49,8 @@ def begin(module: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ali
     draws = frozenset[str]()
     if module.training and not simulated:
         draws = stream.randomness.drawn
-        draws |= {"torch"} if draws_in_training(module) else set()
+        if draws_in_training(module):
+            draws |= {"torch"}
     # by name: what is given directly is told from what is in a list
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     where = stream.group, site, stream.mesh.device_type
