@@ -41,7 +41,7 @@ from tpplan.comm.collectives import (
     start_all_reduce_,
     start_reduce_scatter,
 )
-from tpplan.compat import differentiates_backward
+from tpplan.compat import Function, differentiates_backward
 
 # collectives of an element's backward, mostly: f, or g and g*, of its attention and of its MLP
 _IN_TP, _IN_SP = 2, 4
@@ -62,7 +62,7 @@ class Transition:
 
 def copy_in(x: torch.Tensor, transition: Transition) -> torch.Tensor:
     """f: a whole tensor enters a sharded region; its gradient is summed over the ranks."""
-    return _CopyIn.apply(x, transition)  # type: ignore[no-any-return, no-untyped-call]
+    return _CopyIn.apply(x, transition)  # type: ignore[no-any-return]
 
 
 def reduce_out(x: torch.Tensor, transition: Transition, *, owned: bool = False) -> torch.Tensor:
@@ -70,7 +70,7 @@ def reduce_out(x: torch.Tensor, transition: Transition, *, owned: bool = False) 
 
     ``owned``: nobody else has ``x``, nor has a backward kept it: the sum may lie in its memory.
     """
-    return _ReduceOut.apply(x, transition, owned and may_hold_sum(x))  # type: ignore[no-any-return, no-untyped-call]
+    return _ReduceOut.apply(x, transition, owned and may_hold_sum(x))  # type: ignore[no-any-return]
 
 
 def gather_in(
@@ -85,7 +85,7 @@ def gather_in(
     ``dtype``: to gather and return, where that is not the dtype of ``x``; gradients are summed in
     the dtype of ``x``.
     """
-    return _GatherIn.apply(x, dim, length, transition, dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return _GatherIn.apply(x, dim, length, transition, dtype)  # type: ignore[no-any-return]
 
 
 def scatter_out(
@@ -95,22 +95,22 @@ def scatter_out(
 
     ``bias``: of the last dimension, added to the sum; its gradient is of this rank's chunk.
     """
-    return _ScatterOut.apply(x, dim, transition, bias)  # type: ignore[no-any-return, no-untyped-call]
+    return _ScatterOut.apply(x, dim, transition, bias)  # type: ignore[no-any-return]
 
 
 def split(x: torch.Tensor, dim: int, transition: Transition) -> torch.Tensor:
     """This rank's padded chunk of a tensor every rank holds whole."""
-    return _Split.apply(x, dim, transition)  # type: ignore[no-any-return, no-untyped-call]
+    return _Split.apply(x, dim, transition)  # type: ignore[no-any-return]
 
 
 def join(x: torch.Tensor, dim: int, length: int, transition: Transition) -> torch.Tensor:
     """The whole tensor from its chunks, padded or not, for code that is the same on every rank."""
-    return _Join.apply(x, dim, length, transition)  # type: ignore[no-any-return, no-untyped-call]
+    return _Join.apply(x, dim, length, transition)  # type: ignore[no-any-return]
 
 
 def divide_gradient(x: torch.Tensor, by: int) -> torch.Tensor:
     """``x``; its gradient, which ``by`` ranks have alike and will add up, is divided among them."""
-    return _DivideGradient.apply(x, by)  # type: ignore[no-any-return, no-untyped-call]
+    return _DivideGradient.apply(x, by)  # type: ignore[no-any-return]
 
 
 def is_copied(x: torch.Tensor) -> bool:
@@ -123,7 +123,7 @@ def is_divided(x: torch.Tensor) -> bool:
     return isinstance(x.grad_fn, _DivideGradient._backward_cls)  # type: ignore[attr-defined]
 
 
-class _DivideGradient(torch.autograd.Function):
+class _DivideGradient(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, by: int) -> torch.Tensor:
         ctx.by = by
@@ -134,7 +134,7 @@ class _DivideGradient(torch.autograd.Function):
         return grad / ctx.by, None
 
 
-class _CopyIn(torch.autograd.Function):
+class _CopyIn(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, transition: Transition) -> torch.Tensor:
         ctx.transition = transition
@@ -152,7 +152,7 @@ class _CopyIn(torch.autograd.Function):
         return handle.wait(), None
 
 
-class _ReduceOut(torch.autograd.Function):
+class _ReduceOut(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, transition: Transition, in_place: bool) -> torch.Tensor:
         ctx.transition = transition
@@ -169,7 +169,7 @@ class _ReduceOut(torch.autograd.Function):
         return grad, None, None
 
 
-class _GatherIn(torch.autograd.Function):
+class _GatherIn(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -189,7 +189,7 @@ class _GatherIn(torch.autograd.Function):
         return scattered(grad, ctx.dim, ctx.transition, ctx.dtype), None, None, None, None
 
 
-class _ScatterOut(torch.autograd.Function):
+class _ScatterOut(Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, dim: int, transition: Transition, bias: torch.Tensor | None
@@ -229,7 +229,7 @@ def gathered(grad: torch.Tensor, dim: int, length: int, transition: Transition) 
     return handle.wait()
 
 
-class _Split(torch.autograd.Function):
+class _Split(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, transition: Transition) -> torch.Tensor:
         ctx.dim, ctx.length, ctx.transition = dim, x.size(dim), transition
@@ -248,7 +248,7 @@ class _Split(torch.autograd.Function):
         return whole, None, None
 
 
-class _Join(torch.autograd.Function):
+class _Join(Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, dim: int, length: int, transition: Transition

@@ -15,7 +15,7 @@ import torch
 
 from tpplan.comm.collectives import Group, Site, all_reduce
 from tpplan.comm.conjugates import Transition, copy_in
-from tpplan.compat import FakeTensor, differentiates_backward, is_traced
+from tpplan.compat import FakeTensor, Function, differentiates_backward, is_traced
 from tpplan.kernels.cross_entropy import add_rest, gradient, located, statistics
 
 
@@ -77,7 +77,7 @@ def cross_entropy(
         mine = weight.narrow(0, vocabulary.first, logits.size(1))
     smooth = label_smoothing > 0
     target = target.masked_fill(ignored, -1)
-    log_sum, chosen, every = _Statistics.apply(logits, target, mine, smooth, vocabulary, fuse)  # type: ignore[no-untyped-call]
+    log_sum, chosen, every = _Statistics.apply(logits, target, mine, smooth, vocabulary, fuse)
     loss = log_sum - chosen
     counted = (~ignored).to(loss.dtype)
     if weight is not None:
@@ -107,7 +107,7 @@ def _require_classes(target: torch.Tensor, ignored: torch.Tensor, classes: int) 
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
 
 
-class _Statistics(torch.autograd.Function):
+class _Statistics(Function):
     """For each token, of logits less the largest: log Σ exp, the target's, and (weighted) Σ.
 
     The largest counts as a constant: it cancels in every loss made of the three. The last is

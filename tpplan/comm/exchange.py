@@ -12,7 +12,7 @@ import torch
 
 from tpplan.comm.collectives import all_to_all, packed
 from tpplan.comm.conjugates import Transition
-from tpplan.compat import differentiates_backward
+from tpplan.compat import Function, differentiates_backward
 
 _Rows = tuple[torch.Tensor, ...]
 
@@ -27,10 +27,10 @@ def exchange(
             of a row travel in one message.
         sent, received: how many rows go to each rank, and come from it.
     """
-    return _Exchange.apply(sent, received, transition, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    return _Exchange.apply(sent, received, transition, *tensors)  # type: ignore[no-any-return]
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -50,7 +50,7 @@ def localize(
     trained = tuple(p.requires_grad for p in parameters)
     known = tuple(summed), trained, tuple(divided) if any(divided) else (), tuple(means)
     account = None if torch.compiler.is_compiling() or not deferring else Account()
-    made: tuple[torch.Tensor, ...] = _Localize.apply(known, group, site, account, *parameters)  # type: ignore[no-untyped-call]
+    made: tuple[torch.Tensor, ...] = _Localize.apply(known, group, site, account, *parameters)
     if account is not None:
         for index, local in enumerate(made):
             if trained[index]:
@@ -77,7 +77,7 @@ def coalesced_sum(tensors: Sequence[torch.Tensor], group: Group, site: Site) -> 
     return [r for r in results if r is not None]
 
 
-class _Localize(torch.autograd.Function):
+class _Localize(compat.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -113,13 +113,7 @@ class _Localize(torch.autograd.Function):
             grads = _alike(grads, ctx)
         if compat.differentiates_backward():
             return (None, None, None, None, *_differentiably(ctx, grads))
-        local = list(grads)
-        due = [i for i, g in enumerate(local) if g is not None and ctx.summed[i]]
-        if due:
-            parts = [_summed_part(grads[i], ctx.specs[i], ctx.group) for i in due]  # type: ignore[arg-type]
-            total = coalesced_sum(parts, ctx.group, ctx.site)
-            for i, part in zip(due, total, strict=True):
-                local[i] = _with_sum(grads[i], part, ctx.specs[i], ctx.group)  # type: ignore[arg-type]
+        local = list(grads) if True not in ctx.summed else _with_sums(grads, ctx)
         for i in _shared(local, ctx):
             local[i] = local[i].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
         for grad, ranks in zip(local, ctx.means, strict=False):
@@ -128,9 +122,27 @@ class _Localize(torch.autograd.Function):
         if torch.compiler.is_compiling():
             made = _traced(local, ctx.specs, ctx.by_rows, ctx.saved_tensors)
             return (None, None, None, None, *made)
-        every = zip(local, ctx.specs, ctx.by_rows, strict=True)
-        wrapped = [None if g is None else _wrapped(g, spec, rows) for g, spec, rows in every]
-        return (None, None, None, None, *wrapped)
+        return (None, None, None, None, *_wrapped(local, ctx))
+
+
+def _wrapped(grads: Sequence[torch.Tensor | None], ctx: Any) -> list[DTensor | None]:
+    """The gradients as the parameters are, one for each in every step: a frame more would count."""
+    around = compat.gradient_around
+    return [
+        None if g is None else RowsTensor.around(g, spec) if rows else around(g, spec)
+        for g, spec, rows in zip(grads, ctx.specs, ctx.by_rows, strict=True)
+    ]
+
+
+def _with_sums(grads: Sequence[torch.Tensor | None], ctx: Any) -> list[torch.Tensor | None]:
+    """The gradients, those over the ranks that are to be summed."""
+    local = list(grads)
+    due = [(i, g) for i, g in enumerate(grads) if g is not None and ctx.summed[i]]
+    specs, by_rows, group = ctx.specs, ctx.by_rows, ctx.group
+    parts = [_summed_part(g, specs[i], group) if by_rows[i] else g for i, g in due]
+    for (i, g), total in zip(due, coalesced_sum(parts, group, ctx.site), strict=True):
+        local[i] = _with_sum(g, total, specs[i], group) if by_rows[i] else total
+    return local
 
 
 def _alike(grads: Sequence[torch.Tensor | None], ctx: Any) -> tuple[torch.Tensor | None, ...]:
@@ -165,10 +177,6 @@ def _shared(grads: Sequence[torch.Tensor | None], ctx: Any) -> list[int]:
                 found.append(i)
             seen.add(memory)
     return found
-
-
-def _wrapped(grad: torch.Tensor, spec: compat.DTensorSpec, by_rows: bool) -> DTensor:
-    return RowsTensor.around(grad, spec) if by_rows else compat.gradient_around(grad, spec)
 
 
 def _traced(
@@ -220,14 +228,11 @@ def _with_sum(
 
 def _differentiably(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[DTensor | None]:
     transition = Transition(ctx.group, ctx.site, ctx.site)
-    wrapped: list[DTensor | None] = []
+    made: list[torch.Tensor | None] = []
     means = ctx.means or (1,) * len(grads)
-    each = zip(grads, ctx.summed, ctx.specs, ctx.by_rows, means, strict=True)
-    for grad, summed, spec, rows, ranks in each:
+    for grad, summed, spec, ranks in zip(grads, ctx.summed, ctx.specs, means, strict=True):
         if grad is not None and summed:
             part = reduce_out(_summed_part(grad, spec, ctx.group), transition)
             grad = _with_sum(grad, part, spec, ctx.group)
-        if grad is not None and ranks > 1:
-            grad = grad / ranks
-        wrapped.append(None if grad is None else _wrapped(grad, spec, rows))
-    return wrapped
+        made.append(grad / ranks if grad is not None and ranks > 1 else grad)
+    return _wrapped(made, ctx)

@@ -31,7 +31,7 @@ from tpplan.comm.collectives import (
 from tpplan.comm.conjugates import Transition, copy_in, gathered, scattered
 from tpplan.comm.deferred import ACCOUNT, Account, Later, defer, weight_gradient
 from tpplan.comm.products import READY, Again, Ready, Recipe, differentiable, given, origin
-from tpplan.compat import differentiates_backward
+from tpplan.compat import Function, differentiates_backward
 
 
 class Projecting(NamedTuple):
@@ -69,7 +69,7 @@ def gather_products(
     ranks, found = transition.group.size, spans(rows.size(dim), pieces)
     at = _Cut(transition, dim, length, ranks, found, _Many.of(projecting), dtype, again, recipe)
     tensors = [*(p.weight for p in projecting), *(p.bias for p in projecting)]
-    whole, *made = _Gathered.apply(rows, at, of, *tensors)  # type: ignore[no-untyped-call]
+    whole, *made = _Gathered.apply(rows, at, of, *tensors)
     ready = [Ready.of(whole, *p, y) for p, y in zip(projecting, made, strict=True)]
     setattr(whole, READY, ready)
     return whole  # type: ignore[no-any-return]
@@ -86,7 +86,7 @@ def product_scattered(
     found = spans(chunk(x.size(dim), ranks), pieces)
     recipe, of = origin(x)
     at = _Cut(transition, dim, x.size(dim), ranks, found, _Many.of([by]), recipe=recipe)
-    return _Scattered.apply(x, at, of, by.weight, by.bias)  # type: ignore[no-any-return, no-untyped-call]
+    return _Scattered.apply(x, at, of, by.weight, by.bias)  # type: ignore[no-any-return]
 
 
 def product_reduced(
@@ -96,7 +96,7 @@ def product_reduced(
     rows = x.numel() // x.size(-1)
     recipe, of = origin(x)
     at = _Cut(transition, 0, rows, 1, spans(rows, pieces), _Many.of([by]), recipe=recipe)
-    return _Reduced.apply(x, at, of, by.weight)  # type: ignore[no-any-return, no-untyped-call]
+    return _Reduced.apply(x, at, of, by.weight)  # type: ignore[no-any-return]
 
 
 def spans(rows: int, pieces: int) -> list[tuple[int, int]]:
@@ -229,7 +229,7 @@ def _times(
     return torch.addmm(bias.to(matrix.dtype), flat, matrix).view(*rows.shape[:-1], matrix.size(-1))
 
 
-class _Gathered(torch.autograd.Function):
+class _Gathered(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -284,7 +284,7 @@ class _Gathered(torch.autograd.Function):
         return part, None, None, *for_weights, *for_biases
 
 
-class _Scattered(torch.autograd.Function):
+class _Scattered(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -326,7 +326,7 @@ class _Scattered(torch.autograd.Function):
         return for_x, None, None, for_weight, shift
 
 
-class _Reduced(torch.autograd.Function):
+class _Reduced(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -222,7 +222,7 @@ def product(
                 kept: tuple[Any, ...] = (None, (own,), None)
                 if made is not None:
                     kept = (made.recipe, made.of, made.entry)
-                return _Product.apply(x, weight, bias, transposed, account, again, *kept)  # type: ignore[no-any-return, no-untyped-call]
+                return _Product.apply(x, weight, bias, transposed, account, again, *kept)  # type: ignore[no-any-return]
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
@@ -241,7 +241,7 @@ def origin(x: torch.Tensor) -> tuple[Recipe | None, tuple[torch.Tensor | None, .
     return (None, (x,)) if made is None or made.entry is not None else (made.recipe, made.of)
 
 
-class _Product(torch.autograd.Function):
+class _Product(compat.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -56,7 +56,7 @@ class RowsTensor(Chunked):
     def around(local: torch.Tensor, spec: compat.DTensorSpec) -> RowsTensor:
         """The tensor of that spec of which this rank holds ``local``; differentiable."""
         if torch.is_grad_enabled() and local.requires_grad:
-            return _Around.apply(local, spec)  # type: ignore[no-any-return, no-untyped-call]
+            return _Around.apply(local, spec)  # type: ignore[no-any-return]
         return compat.dtensor(local, spec, RowsTensor)  # type: ignore[return-value]
 
     @classmethod
@@ -91,7 +91,7 @@ class RowsTensor(Chunked):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor in its original order, on every rank; differentiable."""
         if self.requires_grad and torch.is_grad_enabled():
-            return _Full.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+            return _Full.apply(self)  # type: ignore[no-any-return]
         return gathered(self)
 
     def redistribute(  # type: ignore[override]
@@ -112,7 +112,7 @@ class RowsTensor(Chunked):
         """The rows of this rank; differentiable."""
         if not torch.is_grad_enabled() or not self.requires_grad:
             return compat.local_of(self)
-        return _Local.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+        return _Local.apply(self)  # type: ignore[no-any-return]
 
 
 def _settable_data() -> None:
@@ -142,7 +142,7 @@ def rows_like(local: torch.Tensor, origin: DTensor) -> RowsTensor:
 
 def taken(whole: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
     """The DTensor of that spec whose values every rank has in ``whole``; differentiable."""
-    return _Taken.apply(whole, spec)  # type: ignore[no-any-return, no-untyped-call]
+    return _Taken.apply(whole, spec)  # type: ignore[no-any-return]
 
 
 # --- which ops work on what
@@ -339,7 +339,7 @@ def _replicated(t: RowsTensor) -> DTensor:
 # what is forward in one is backward in the other, so gradients of gradients are right as well
 
 
-class _Full(torch.autograd.Function):
+class _Full(compat.Function):
     @staticmethod
     def forward(ctx: Any, t: RowsTensor) -> torch.Tensor:
         ctx.spec = compat.spec_of(t)
@@ -350,7 +350,7 @@ class _Full(torch.autograd.Function):
         return taken(grad, ctx.spec)  # type: ignore[return-value]
 
 
-class _Taken(torch.autograd.Function):
+class _Taken(compat.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:
         ctx.set_materialize_grads(False)  # of a parameter that is not used there is none
@@ -364,7 +364,7 @@ class _Taken(torch.autograd.Function):
         return None if grad is None else grad.full_tensor(), None
 
 
-class _Local(torch.autograd.Function):
+class _Local(compat.Function):
     @staticmethod
     def forward(ctx: Any, t: RowsTensor) -> torch.Tensor:
         ctx.spec = compat.spec_of(t)
@@ -376,7 +376,7 @@ class _Local(torch.autograd.Function):
         return RowsTensor.around(grad, ctx.spec)
 
 
-class _Around(torch.autograd.Function):
+class _Around(compat.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: compat.DTensorSpec) -> RowsTensor:
         ctx.spec = spec

@@ -128,7 +128,7 @@ def window(view: torch.Tensor, whole: Whole) -> Window:
 
 def whole_of(rows: torch.Tensor, source: Source, length: int, dim: int) -> Sharded:
     """The tensor of ``length`` along ``dim`` of which this rank has ``rows``; differentiable."""
-    return _WholeOf.apply(rows, source, length, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _WholeOf.apply(rows, source, length, dim)  # type: ignore[no-any-return]
 
 
 def _made(rows: torch.Tensor, source: Source, length: int, dim: int) -> Sharded:
@@ -140,7 +140,7 @@ def rows_of(x: DTensor, count: int | None = None, source: Source | None = None) 
 
     ``source``: to be given where ``x`` is torch's own DTensor, and so is to be its gradient.
     """
-    return _RowsOf.apply(x, count, source)  # type: ignore[no-any-return, no-untyped-call]
+    return _RowsOf.apply(x, count, source)  # type: ignore[no-any-return]
 
 
 def rows_in(grad: torch.Tensor, dim: int, count: int, source: Source) -> torch.Tensor:
@@ -155,7 +155,7 @@ def rows_in(grad: torch.Tensor, dim: int, count: int, source: Source) -> torch.T
     return split(grad, dim, source.transition).narrow(dim, 0, count)
 
 
-class _RowsOf(torch.autograd.Function):
+class _RowsOf(compat.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, count: int | None, source: Source | None) -> torch.Tensor:
         local, dim = local_of(x), dim_of(x)
@@ -175,7 +175,7 @@ class _RowsOf(torch.autograd.Function):
         return make(grad, source, length, dim), None, None
 
 
-class _WholeOf(torch.autograd.Function):
+class _WholeOf(compat.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, source: Source, length: int, dim: int) -> Sharded:
         ctx.source, ctx.dim, ctx.count = source, dim, rows.size(dim)

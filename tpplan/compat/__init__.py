@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
+from tpplan.compat.autograd import Function as Function
 from tpplan.compat.autograd import at_end_of_backward as at_end_of_backward
 from tpplan.compat.autograd import backward_pass as backward_pass
 from tpplan.compat.autograd import below_autograd as below_autograd

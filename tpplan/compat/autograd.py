@@ -17,6 +17,18 @@ below_autograd: Callable[[], contextlib.AbstractContextManager[object]] = (
 )
 
 
+class Function(torch.autograd.Function):
+    """One that costs less to apply: torch's looks at each argument for what a transform of
+    torch.func left behind, in Python."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As torch's, without arguments by name."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
 def hooks_of(leaf: torch.Tensor) -> tuple[Any, Any]:
     """The tables of a leaf's hooks: on its gradient, and after that is accumulated."""
     return leaf._backward_hooks, leaf._post_accumulate_grad_hooks  # type: ignore[attr-defined]

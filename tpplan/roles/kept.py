@@ -79,10 +79,10 @@ def _guarded_tensor(x: torch.Tensor, path: str) -> torch.Tensor:
             "by one"
         )
     known = x.grad_fn is None or isinstance(x.grad_fn, _Guard._backward_cls)  # type: ignore[attr-defined]
-    return x if known else _Guard.apply(x, path)  # type: ignore[no-any-return, no-untyped-call]
+    return x if known else _Guard.apply(x, path)  # type: ignore[no-any-return]
 
 
-class _Guard(torch.autograd.Function):
+class _Guard(compat.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, path: str) -> torch.Tensor:
         ctx.path = path
