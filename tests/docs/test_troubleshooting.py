@@ -33,6 +33,7 @@ EXEMPT: Mapping[str, tuple[str, ...]] = {
         "gradients of what it is given",
         "what ranks hold alike",
         "gradients of what it gives",
+        "gradients of parameters added since",
         "how many tokens chose each expert",
         "sum of the gradients of replicated parameters",
         "gradient of what is given for all heads",

@@ -89,7 +89,9 @@ class Stream:
             with; None where none runs, or nothing is cut.
         whole_results: whether the user is given full tensors only, no sharded logits.
         hands_on: whether who calls the modules is to be given the stream in its global form.
-        summed: the paths of modules of which, in TP, each rank has a part of the gradients.
+        columns: the paths of modules of which each rank has its columns, or that normalise them;
+            and of those that enter by themselves, who shares what enters.
+        holders: of column-parallel layers, the path of the module that is given what enters them.
         randomness: the random sequences of this rank.
         source: of the stream in its global form; anchor: a tensor that has it.
         parted: of what else leaves the model, of which each rank has a part; with an anchor too.
@@ -113,7 +115,8 @@ class Stream:
         self.sequence_parallel = sequence_parallel
         self.dim = dim
         self.whole_results = True
-        self.summed: tuple[str, ...] = ()
+        self.columns: dict[str, tuple[str, ...]] = {}
+        self.holders: dict[str, str] = {}
         self.saves_rows = saves_rows
         self.recomputed = frozenset(recomputed)
         self.pieces = pieces

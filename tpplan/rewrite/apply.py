@@ -99,8 +99,13 @@ def _shard(
         for plan in compiled.modules.values()
         if named(plan.style).vocabulary
     )
-    if not compiled.sequence_parallel:
-        stream.summed = tuple(path for path in compiled.modules if _is_summed(compiled, path))
+    for path, each in compiled.modules.items():
+        if each.norm is not None:
+            stream.columns[path] = ()
+        for boundary in each.boundaries:
+            for column in boundary.consumers:
+                stream.holders[column] = path
+                stream.columns[column] = boundary.shared if column == path else ()
     installed: dict[str, nn.Parameter] = {}
     entries: dict[tuple[int | str, ...], Entry] = {}
     styles: dict[str, Any] = {
@@ -113,12 +118,6 @@ def _shard(
         if isinstance(module, OwnMembers):
             module._tpplan_join()
     _move_buffers(model, mesh.device_type)
-
-
-def _is_summed(compiled: CompiledPlan, path: str) -> bool:
-    """Whether each rank has a part of the gradient of some parameter of the module."""
-    names = (f"{path}.{leaf}".lstrip(".") for leaf in compiled.modules[path].parameters)
-    return any(compiled.parameter(name).summed for name in names)
 
 
 def _move_buffers(model: nn.Module, device_type: str) -> None:

@@ -26,7 +26,7 @@ from tpplan.roles.given import Given
 from tpplan.roles.handing import Handing
 from tpplan.roles.heads import HeadInputs, OwnBuffers, keep_own
 from tpplan.roles.kept import Keeping
-from tpplan.roles.lowered import Lowered, State, lower
+from tpplan.roles.lowered import Lowered, State, lower, numbers_of
 from tpplan.roles.members import summing_site
 from tpplan.roles.narrow import Widened
 from tpplan.roles.parameters import Own, successor
@@ -79,7 +79,8 @@ class PlannedStyle(ParallelStyle):
         for name, (dim, heads) in self.plan.cut.items():
             group = self.stream.group
             keep_own(module, name, dim, heads, group.rank, group.size)
-        roles, inner = roles_of(self.plan, module, self._fused(device_mesh.device_type))
+        fused = self._fused(device_mesh.device_type)
+        roles, inner = roles_of(self.plan, module, fused)
         if roles or inner is not None:
             site = summing_site(self.plan.path)
             means = self.compiled.ep if self.plan.dispatched else 1
@@ -88,6 +89,8 @@ class PlannedStyle(ParallelStyle):
             partner = partner_of(self.plan.path, module, self.plan.kernel, self.root)
             ways = self._transition(), self._entries(), partner, self._dispatch()
             state = State(self.plan, self.stream, own, *ways)
+            if fused is not None or self.plan.norm is not None:
+                state.numbers = numbers_of(module)
             lower(module, roles, state, inner)
         return module
 

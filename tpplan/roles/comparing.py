@@ -19,7 +19,6 @@ from tpplan.comm.alike import Alike
 from tpplan.comm.fingerprints import can_read
 from tpplan.places import tensors_in
 from tpplan.roles.draws import draws_in_training
-from tpplan.roles.later import require_none_added, require_none_replaced
 from tpplan.roles.lowered import Lowered
 
 
@@ -30,8 +29,6 @@ def begin(module: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ali
 
     Raises:
         ValueError: where they differ.
-        RuntimeError: where gradients would, of parameters added since; where what a region consists
-            of was replaced.
     """
     state = module._tpplan
     stream, dim = state.stream, state.stream.dim
@@ -41,9 +38,6 @@ def begin(module: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ali
     one = x is not None and x.dim() > dim and x.size(dim) == 1
     if not state.schedule.due((module.training, torch.is_grad_enabled(), one)):
         return None
-    if stream.sequence_parallel and torch.is_grad_enabled():
-        require_none_added(module, stream.group)
-    require_none_replaced(module, stream.group)
     site = _site(module, "inputs of the ranks")
     simulated = compat.is_simulated(stream.group.mesh)
     draws = frozenset[str]()

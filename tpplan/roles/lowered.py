@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,21 @@ def looks(hooks: Any) -> bool:
     )
 
 
+def is_own_code(module: nn.Module) -> bool:
+    """Whether the forward that runs is the one that the module had when it was rewritten."""
+    kind = type(module)
+    if "forward" in vars(module):
+        return False
+    code = getattr(kind, "_tpplan_code", None)
+    return code is None or kind._tpplan_origin[1].forward is code  # type: ignore[attr-defined]
+
+
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    """What the code of a module may compute with that is no tensor and no module."""
+    own = {name: value for name, value in vars(module).items() if name != "training"}
+    return {name: v for name, v in own.items() if v is None or isinstance(v, int | float | str)}
+
+
 class Known(Protocol):
     """What a module knows on which roles are put, rewritten or with a kernel only."""
 
@@ -67,7 +82,12 @@ class State:
         within_own: whether it was called while the rank drew from its own random sequence.
         apart: whether the parameters inside it have been given a graph node each.
         on_locals: whether the module has local tensors in the places of its parameters now.
-        watched: the hooks of what is reduced together in it, found when first needed.
+        watched: whether what is reduced together in it is as planned, and its hooks, found when
+            first needed.
+        numbers: those of the module's own that its role computes with as they were; None where it
+            runs the module's code.
+        structure: what was inside it when that was last looked at.
+        enters: how often something has entered it since its replaced forward began.
     """
 
     def __init__(
@@ -93,13 +113,17 @@ class State:
         self.within_own = False
         self.apart = False
         self.on_locals = False
-        self.watched: tuple[Sequence[Any] | Mapping[Any, Any], ...] | None = None
+        self.watched: tuple[bool, tuple[Any, ...]] | None = None
+        self.numbers: dict[str, Any] | None = None
+        self.structure: Any = None
+        self.enters = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         stream, own, entries, partner = copy.deepcopy(
             (self.stream, self.own, self.entries, self.partner), memo
         )
         twin = State(self.plan, stream, own, self.transition, entries, partner, self.dispatch)
+        twin.numbers = self.numbers
         memo[id(self)] = twin
         return twin
 
@@ -257,21 +281,29 @@ def lower(
         inner: a role that takes the place of torch's class that the module's own derives from,
             so that what the module's own class adds to it goes on working.
     """
-    module.__class__ = _class(tuple(roles), type(module), inner)  # type: ignore[arg-type]
+    module.__class__ = _class(tuple(roles), type(module), inner)
     object.__setattr__(module, "_tpplan", state)
     # the proof puts another there
     vars(module).setdefault("_tpplan_project", projection(state.transposed))
 
 
+def _class(*origin: Any) -> type[nn.Module]:
+    return _class_of(*origin, origin[1].forward)
+
+
 @functools.cache
-def _class(
-    roles: tuple[type[nn.Module], ...], original: type[nn.Module], inner: type[Lowered] | None
+def _class_of(
+    roles: tuple[type[nn.Module], ...],
+    original: type[nn.Module],
+    inner: type[Lowered] | None,
+    code: Callable[..., Any],
 ) -> type[nn.Module]:
     body: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_tpplan_origin": (roles, original, inner),
+        "_tpplan_code": code,
     }
     # a copy of the outermost role's forward that shows the original's signature: Trainer and
     # generate() read the names of a model's arguments from it
@@ -285,6 +317,6 @@ def _class(
             outermost.forward.__closure__,
         )
         forward.__kwdefaults__ = outermost.forward.__kwdefaults__
-        body["forward"] = functools.update_wrapper(forward, original.forward)
+        body["forward"] = functools.update_wrapper(forward, code)
     bases = (*roles, original) if inner is None else (*roles, original, inner)
     return type(original.__name__, bases, body)

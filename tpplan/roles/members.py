@@ -14,6 +14,7 @@ from tpplan.comm.collectives import UNTRANSFORMED
 from tpplan.roles.kept import Keeping, put_right
 from tpplan.roles.lowered import Lowered
 from tpplan.roles.parameters import Own, make
+from tpplan.roles.structure import look
 
 
 def summing_site(path: str) -> Site:
@@ -77,7 +78,8 @@ def outermost(
     No context: of what runs once for a call, each frame is paid for with cold caches.
 
     Raises:
-        RuntimeError: in a transform of torch.func's, which these autograd functions do not know.
+        RuntimeError: in a transform of torch.func's, which these autograd functions do not know;
+            where what is inside was replaced by what cannot be run.
     """
     state = module._tpplan
     if compat.is_transformed():
@@ -86,6 +88,10 @@ def outermost(
         state.apart = True
         for _, own in members_of(module):
             own.part()
+    if not torch.compiler.is_compiling() and (
+        state.structure is None or not state.structure.holds()
+    ):
+        look(module)
     stream = state.stream
     start = stream.begin()
     try:

@@ -20,7 +20,7 @@ from tpplan.places import at, taken, tensors_in, with_at
 from tpplan.roles import comparing
 from tpplan.roles.later import require_none_added
 from tpplan.roles.logits import Logits
-from tpplan.roles.lowered import Lowered, looks
+from tpplan.roles.lowered import Lowered, is_own_code, looks
 from tpplan.roles.members import hand_over_late, members_of, outermost, prepare
 from tpplan.roles.narrow import narrowed
 from tpplan.roles.sequence import replaced, require_graph, require_sequence
@@ -253,13 +253,13 @@ class InStack(Lowered):
             watched = _watched(self)
             if not torch.compiler.is_compiling():  # its graph would not serve a second time
                 state.watched = watched
-        if not watched:
+        as_planned, tables = watched
+        if not tables:
             return super().forward(*args, **kwargs)
         stream = state.stream
         outer = stream.parts
-        seen = any(
-            hooks and looks(hooks) for hooks in watched
-        )  # by hooks, which are to see each output as it is
+        # by hooks, or other code since, which are to see each output as it is
+        seen = not as_planned or any(hooks and looks(hooks) for hooks in tables)
         stream.parts = parts = None if seen else Parts(torch.is_grad_enabled())
         try:
             out = super().forward(*args, **kwargs)
@@ -275,14 +275,22 @@ class InStack(Lowered):
         return out
 
 
-def _watched(element: Lowered) -> tuple[Any, ...]:
-    """The hooks of the modules that give out what is reduced together in ``element``."""
+def _watched(element: Lowered) -> tuple[bool, tuple[Any, ...]]:
+    """The hooks of the modules that give out what is reduced together in ``element``.
+
+    And whether these are still where they were, and run the code that was seen to add them up.
+    """
     found: list[nn.Module] = []
+    as_planned = is_own_code(element)
     for name, inner in element.named_modules():
         if isinstance(inner, Lowered) and inner._tpplan.plan.together:
             parts = name.split(".")
-            found += [element.get_submodule(".".join(parts[:n])) for n in range(1, len(parts) + 1)]
-    return tuple(
+            around = [element.get_submodule(".".join(parts[:n])) for n in range(1, len(parts) + 1)]
+            own = ".".join(filter(None, (element._tpplan.plan.path, name)))
+            as_planned = as_planned and own == inner._tpplan.plan.path
+            as_planned = as_planned and all(map(is_own_code, around))
+            found += around
+    return as_planned, tuple(
         hooks
         for module in found
         for hooks in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
@@ -303,6 +311,7 @@ class Entering(Lowered):
     def _tpplan_enter(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
         given = args, kwargs
+        state.enters += 1
         length = state.length
         if state.stream.pieces is not None:
             prepare(self, summed_only=False)  # of which products are made when they enter
