@@ -292,6 +292,43 @@ def test_mixed_placements() -> None:
     compat.simulate(SIZE, job)
 
 
+def test_numbers_that_are_sums_of_parts() -> None:
+    """Beside one number of a sharded tensor, of which each rank has a part."""
+    ops: dict[str, Op] = {
+        "mul": lambda p, s: p * s,
+        "sub": lambda p, s: p - p * s,
+        "from it": lambda p, s: s - p,
+        "div": lambda p, s: p / s,
+        "maximum": lambda p, s: torch.maximum(p, s),
+        "where": lambda p, s: torch.where(p > 0, p, s),
+        "addcmul": lambda p, s: torch.addcmul(p, p, s),
+        "mul_": lambda p, s: p.clone().mul_(s),
+        "out": lambda p, s: torch.mul(p, s, out=torch.empty_like(p)),
+        "foreach": lambda p, s: torch._foreach_mul([p, p.clone()], s),
+        "foreach_": lambda p, s: (torch._foreach_mul_([t := p.clone()], s), t)[1],
+        "a list of them": lambda p, s: torch._foreach_div([p], [s])[0],
+        "as weights": lambda p, s: torch._foreach_lerp([p], [p * 2], [s])[0],
+    }
+    numbers: dict[str, Op] = {
+        "sum": lambda q: q.sum(),
+        "mean": lambda q: q.mean(),
+        "norm": lambda q: q.norm(),
+        "max": lambda q: q.max(),
+    }
+
+    def job(mesh: DeviceMesh) -> None:
+        p, q = values(0), values(1)
+        for kind in (GROUPED, Shard(0)):
+            for (op_name, op), (name, of) in itertools.product(ops.items(), numbers.items()):
+                ours = distributed(p, mesh, GROUPED, None)
+                got = op(ours, of(distributed(q, mesh, kind, None)))
+                close(op(p, of(q)), got)
+                made = got if isinstance(got, list | tuple) else [got]
+                assert all(type(t) is RowsTensor for t in made), (op_name, name)
+
+    compat.simulate(SIZE, job)
+
+
 def test_random_values_agree() -> None:
     """Ranks that hold the same rows get the same values, whatever their generators say."""
     lock = threading.Lock()

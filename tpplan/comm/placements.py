@@ -5,12 +5,14 @@ Its mesh may have further dimensions, FSDP2's: they cut what a tensor-parallel r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from tpplan.compat import DTensorSpec, StridedShard
+from tpplan.compat import DTensorSpec, StridedShard, local_of
 from tpplan.layout import Rows
 
 Placed = DTensor | DTensorSpec
@@ -50,6 +52,23 @@ def around_tp(t: Placed) -> tuple[DeviceMesh, list[Placement]]:
 def is_whole(t: Placed) -> bool:
     """Whether every rank holds all of it."""
     return all(kind.is_replicate() for kind in t.placements)
+
+
+def is_placed_as(t: Any, twin: DTensor) -> bool:
+    """Whether what an op made of ``twin`` is of the same part of it, if it is a DTensor."""
+    if not isinstance(t, DTensor):
+        return True
+    return t.placements == twin.placements and local_of(t).shape == local_of(twin).shape
+
+
+def number(t: Any) -> Any:
+    """``t``; a single number of which ranks have parts, whole.
+
+    torch makes of a shard and such a number a tensor of which each rank has a part of the sum.
+    """
+    if isinstance(t, DTensor) and t.dim() == 0 and not is_whole(t):
+        return t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
+    return t
 
 
 def is_cut(t: Placed, dim: int) -> bool:

@@ -20,7 +20,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tpplan import compat
 from tpplan.comm.chunked import Chunked
 from tpplan.comm.parts import cut, gathered
-from tpplan.comm.placements import block, is_whole, part_of, ranges_of, tp_rank
+from tpplan.comm.placements import (
+    block,
+    is_placed_as,
+    is_whole,
+    number,
+    part_of,
+    ranges_of,
+    tp_rank,
+)
 from tpplan.comm.view import as_views
 from tpplan.layout import Rows
 
@@ -187,7 +195,7 @@ def _on_rows(func: Any, args: Any, kwargs: Any, origin: RowsTensor) -> Any:
 
     def local(t: Any) -> Any:
         if not isinstance(t, DTensor) or t.shape != origin.shape:
-            return t
+            return number(t)
         twin = _twin(t, origin)
         back[id(twin)] = twin, t
         return twin
@@ -197,7 +205,11 @@ def _on_rows(func: Any, args: Any, kwargs: Any, origin: RowsTensor) -> Any:
             return back[id(t)][1]
         return _like(compat.local_of(t), origin) if isinstance(t, DTensor) else t
 
-    return tree_map(wrapped, func(*tree_map(local, args), **tree_map(local, kwargs)))
+    out = func(*tree_map(local, args), **tree_map(local, kwargs))
+    twin = next(iter(back.values()))[0]
+    if not all(is_placed_as(t, twin) for t in tree_leaves(out)):
+        return _on_whole(func, args, kwargs)
+    return tree_map(wrapped, out)
 
 
 def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
@@ -209,7 +221,7 @@ def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
         if given is args[0]:
             return twins
         if not isinstance(given, list | tuple) or len(given) != len(first):
-            return given
+            return number(given)
         return [_matched(t, origin) for t, origin in zip(given, first, strict=True)]
 
     given = [aligned(a) for a in args]
@@ -220,14 +232,12 @@ def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*given, **named)
     if not isinstance(out, list | tuple):
         return out
-    made = zip(out, twins, first, strict=True)
+    made = list(zip(out, twins, first, strict=True))
+    if not all(is_placed_as(t, twin) for t, twin, o in made if isinstance(o, RowsTensor)):
+        return _on_whole(func, args, kwargs)
     return [
-        origin
-        if t is twin
-        else _like(compat.local_of(t), origin)
-        if isinstance(origin, RowsTensor)
-        else t
-        for t, twin, origin in made
+        o if t is twin else _like(compat.local_of(t), o) if isinstance(o, RowsTensor) else t
+        for t, twin, o in made
     ]
 
 
@@ -270,7 +280,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
 def _matched(t: Any, origin: Any) -> Any:
     """``t`` as it meets ``origin``, whose place it has in another list."""
     if not isinstance(t, DTensor) or not isinstance(origin, DTensor) or t.shape != origin.shape:
-        return t
+        return number(t) if isinstance(origin, RowsTensor) else t
     if isinstance(origin, RowsTensor):
         return _twin(t, origin)
     if isinstance(t, RowsTensor):
