@@ -405,7 +405,10 @@ def test_redistribute() -> None:
 def test_copied_and_saved() -> None:
     def job(mesh: DeviceMesh) -> None:
         p = nn.Parameter(distributed(values(0), mesh, SINGLE, None))
+        compat.as_parameter(p)  # type: ignore[arg-type]
+        (p * 2).sum().backward()
         twin = copy.deepcopy(p)
+        assert isinstance(twin, RowsTensor) and twin.grad is None and p.grad is not None
         with torch.no_grad():
             twin.zero_()
         assert torch.equal(p.full_tensor(), values(0))

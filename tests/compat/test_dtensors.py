@@ -1,17 +1,19 @@
-"""DTensors are made quickly, and as torch makes them where it exports."""
+"""DTensors are made quickly, as torch makes them where it exports; copies of parameters."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tpplan.compat import simulate, spec_of, tensors
+from tpplan.compat import as_parameter, simulate, spec_of, tensors
 
 DETACH = torch.ops.aten.detach.default
 
@@ -98,3 +100,34 @@ class OwnTensor(DTensor):
 
 def test_detach() -> None:
     simulate(1, detached_job)
+
+
+def copied_job(mesh: DeviceMesh) -> None:
+    """A copy is as that of a plain parameter is: without the gradient, and once for all holders."""
+
+    def made() -> nn.Parameter:
+        p = nn.Parameter(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]))
+        (p * 3).sum().backward()  # type: ignore[no-untyped-call]
+        return p
+
+    p, others = made(), made()
+    as_parameter(p)  # type: ignore[arg-type]
+    p.remark = [1]  # type: ignore[attr-defined]
+    twins = copy.deepcopy({"a": p, "b": p, "as a key": {p: 1}, "gradient": p.grad})
+    twin: Any = twins["a"]
+    assert type(twin) is DTensor and twin._is_param and twin.requires_grad
+    assert twin.grad is None and p.grad is not None
+    assert twins["b"] is twin and next(iter(twins["as a key"])) is twin  # type: ignore[arg-type]
+    assert torch.equal(twins["gradient"]._local_tensor, torch.full((2, 3), 3.0))  # type: ignore[union-attr]
+    assert twin.remark == [1] and twin.remark is not p.remark  # type: ignore[attr-defined]
+    with torch.no_grad():
+        twin.zero_()
+    assert torch.equal(p.full_tensor(), torch.ones(2, 3))  # type: ignore[attr-defined]
+    (twin * 2).sum().backward()
+    assert copy.deepcopy(twin).grad is None  # a copy's copy
+    assert not copy.deepcopy(p.requires_grad_(False)).requires_grad
+    assert copy.deepcopy(others).grad is not None  # not tpplan's: as torch has it
+
+
+def test_copies_of_parameters() -> None:
+    simulate(1, copied_job)

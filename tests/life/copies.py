@@ -35,10 +35,11 @@ def copied(life: Life, used: bool) -> None:
     if used:
         life.step("before")
         life.update("before")
+        life.step("once more before")
     twin = life.twin()
     life.step("original")
     life.update("original")
-    twin.step("copy", (3, 7))
+    twin.step("copy", (3, 7), clear=False)  # which begins without gradients
     twin.update("copy")
     interleaved(life, twin)
     life.step("original afterwards", (3, 7))

@@ -290,7 +290,27 @@ def copies_job(mesh: DeviceMesh, sp: bool) -> Errors:
                 p.mul_(1.3)
         found.add(title, twice((other, twin)))
         found.add(f"the original of the {title}", twice((reference, model)))
+    for m in (reference, model):  # by a parameter of the user's, which tpplan did not make
+        m.head.weight = nn.Parameter(m.head.weight.detach() * 1.5)
+    found.add("before", twice((reference, model)))
+    models, optimizers = zip(*map(_with_optimizer, (reference, model)), strict=True)
+    grads = [p.grad for m in models for p in (*m.parameters(), m.head.weight)]
+    found.add("no gradients are copied", same(grads == [None] * len(grads)))
+    for m in models:
+        weighed(m(ids(7))).backward()
+    found.add("gradients of the copy", compare_gradients(*models))
+    for optimizer in optimizers:
+        optimizer.step()
+    found.add("the copied optimizer", compare_parameters(*models))
+    found.add("of the original", compare_parameters(reference, model))
     return found.errors
+
+
+def _with_optimizer(model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """Copies of a model and an optimizer that has a state, made while there are gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+    optimizer.step()
+    return copy.deepcopy((model, optimizer))
 
 
 # --- hooks and attributes

@@ -70,6 +70,7 @@ from tpplan.compat.symmetric import enable_symmetric_memory as enable_symmetric_
 from tpplan.compat.symmetric import fused_all_gather_matmul as fused_all_gather_matmul
 from tpplan.compat.symmetric import fused_matmul_reduce_scatter as fused_matmul_reduce_scatter
 from tpplan.compat.tensors import StridedShard as StridedShard
+from tpplan.compat.tensors import as_parameter as as_parameter
 from tpplan.compat.tensors import dtensor as dtensor
 from tpplan.compat.tensors import dtensor_spec as dtensor_spec
 from tpplan.compat.tensors import full_states_by as full_states_by

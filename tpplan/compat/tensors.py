@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch._library.simple_registry import find_torch_dispatch_rule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -137,6 +139,29 @@ def _quickly_detached() -> None:
     torch.library.register_torch_dispatch(op, DTensor, detached)
 
 
+_PARAMETER = "_tpplan_parameter"
+
+
+def as_parameter(tensor: DTensor) -> None:
+    """Have copies of a parameter be without its gradient, as those of plain parameters are."""
+    vars(tensor)[_PARAMETER] = True
+
+
+def _copied_as_parameters() -> None:
+    """torch copies a parameter that is a DTensor with its gradient, as any other tensor."""
+    plain = DTensor.__deepcopy__
+
+    def copied(self: DTensor, memo: dict[int, Any]) -> Any:
+        if id(self) in memo or _PARAMETER not in vars(self) or not self.is_leaf:
+            return plain(self, memo)
+        twin = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = twin
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    DTensor.__deepcopy__ = copied  # type: ignore[assignment, method-assign]
+
+
 def _refuse_lost_writes() -> None:
     """Have writes raise that torch makes to a copy, and says nothing.
 
@@ -177,6 +202,7 @@ _refuse_lost_writes()
 _find_anomalies()
 _quickly_made()
 _quickly_detached()
+_copied_as_parameters()
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

@@ -203,6 +203,10 @@ class Lowered(nn.Module):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # deep copies are made by it as well: of parameters that users have put there, too
+        for parameter in self.parameters():
+            if isinstance(parameter, DTensor):
+                compat.as_parameter(parameter)
         # its class is found by what it was made of; a subclass that others made is theirs
         origin = vars(type(self)).get("_tpplan_origin")
         reduced: Any = super().__reduce_ex__(protocol)

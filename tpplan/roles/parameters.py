@@ -78,7 +78,9 @@ class Own:
     def adopt(self, module: nn.Module) -> None:
         """Take the parameters the module holds now for those whose local tensors can be kept."""
         for name in self.names:
-            vars(module._parameters[name])[_INSTALLED] = True
+            parameter: Any = module._parameters[name]
+            vars(parameter)[_INSTALLED] = True
+            compat.as_parameter(parameter)
         self.drop()
 
     def drop(self) -> None:
