@@ -115,6 +115,31 @@ def meta_job(mesh: DeviceMesh, sp: bool) -> Errors:
     return found.errors
 
 
+def assigned_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """On meta still when a whole state dict is assigned: packed and tied ones have memory then."""
+    found = Findings()
+    for case in ("gpt2", "phi3", "llama 1"):  # the first one's head is its table
+        reference = built(case)
+        model = built(case, device="meta")
+        with found.case(case):
+            tpplan.parallelize(model, CASES[case][0], mesh, sequence_parallel=sp, prove=False)
+            nowhere = {
+                n: torch.empty_like(t, device="meta") for n, t in reference.state_dict().items()
+            }
+            model.load_state_dict(nowhere, assign=True)
+            found.add(f"{case}: nothing given", same(all(p.is_meta for p in model.parameters())))
+            model.load_state_dict(reference.state_dict(), assign=True)
+            reference.load_state_dict(copy.deepcopy(reference.state_dict()), assign=True)
+            found.add(f"{case}: memory", same(not any(p.is_meta for p in model.parameters())))
+            for name, buffer in reference.named_buffers():  # those not in the state
+                path, _, leaf = name.rpartition(".")
+                model.get_submodule(path)._buffers[leaf] = buffer.clone()
+            found.add(case, canonical(reference, model))
+            for turn in (1, 2):
+                found.add(f"{case}: {turn}", step(reference, model, labelled(2, 9, turn)))
+    return found.errors
+
+
 # --- checkpoints
 
 
@@ -318,7 +343,13 @@ def fsdp_job(mesh: DeviceMesh, sp: bool, case: str) -> Errors:
 @pytest.mark.turns(24)
 @pytest.mark.parametrize(
     ("job", "sp"),
-    [(copies_job, False), (meta_job, True), (full_state_job, True), (full_optimizer_job, True)],
+    [
+        (copies_job, False),
+        (meta_job, True),
+        (assigned_job, True),
+        (full_state_job, True),
+        (full_optimizer_job, True),
+    ],
     ids=lambda value: getattr(value, "__name__", str(value)).removesuffix("_job"),
 )
 def test_state(ranks: Ranks, job: Any, sp: bool) -> None:

@@ -68,12 +68,16 @@ def distributed_over_ep(
     return compat.dtensor(local, compat.dtensor_spec(mesh, kinds, value.shape, value.dtype), kind)
 
 
-def loaded(value: torch.Tensor, like: DTensor) -> DTensor:
-    """``value``, which every rank has whole, placed as ``like`` is, FSDP2's cuts included."""
+def loaded(value: torch.Tensor, like: DTensor, assigned: bool = False) -> DTensor:
+    """``value``, which every rank has whole, placed as ``like`` is, FSDP2's cuts included.
+
+    ``assigned``: it takes the place of ``like``, which may have no memory.
+    """
     placed = taken(value.detach(), compat.spec_of(like))
-    return compat.dtensor(
-        compat.local_of(placed).to(like.device), compat.spec_of(placed), type(placed)
-    )
+    device: torch.device | str = like.device
+    if assigned and like.is_meta and not value.is_meta:
+        device = like.device_mesh.device_type
+    return compat.dtensor(compat.local_of(placed).to(device), compat.spec_of(placed), type(placed))
 
 
 def placed(value: torch.Tensor, spec: compat.DTensorSpec) -> DTensor:

@@ -217,14 +217,14 @@ class Lowered(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *rest: Any
     ) -> None:
         # a checkpoint of the unsharded model loads as before: each rank takes its own shard
-        own = self._tpplan.own
+        own, assigned = self._tpplan.own, local_metadata.get("assign_to_params_buffers", False)
         installed = all(is_installed(self._parameters.get(name)) for name in own.names)
         for name in own.names:
             given, here = state_dict.get(prefix + name), self._parameters.get(name)
             if not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
                 continue
             if isinstance(here, DTensor) and given.shape == here.shape:
-                state_dict[prefix + name] = loaded(given, here)
+                state_dict[prefix + name] = loaded(given, here, assigned)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if installed:
             own.adopt(self)
