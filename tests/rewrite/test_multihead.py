@@ -200,6 +200,9 @@ def test_attention_weights() -> None:
         ours, own = model(x)
         with pytest.raises(ValueError, match="attention weights of its own heads"):
             model.layers[0](x, x, x, average_attn_weights=False)
+        model.layers[0].out_proj = nn.Linear(WIDTH, WIDTH)
+        with pytest.raises(RuntimeError, match=r"layers\.0\.out_proj is Linear, put there after"):
+            model(x)
         return error(expected, ours), error(weights, own)
 
     assert all(max(errors) <= 1e-5 for errors in simulate(2, job))

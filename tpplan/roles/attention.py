@@ -57,7 +57,13 @@ class MultiheadAttention(Lowered, nn.MultiheadAttention):
         if out.dim() == 3 and not self.batch_first:
             out = out.transpose(0, 1)
         projection = self.out_proj
-        assert isinstance(projection, Lowered)
+        if not isinstance(projection, Lowered):
+            raise RuntimeError(
+                f"{state.plan.path}.out_proj is {type(projection).__name__}, put there after the "
+                "model was parallelized, but nn.MultiheadAttention never calls it: each rank "
+                "computes with its part of the weight that was sharded; put it there before, or "
+                "load its numbers into the one that was there"
+            )
         weight, *bias = projection._locals()
         return reduced(self, projection._tpplan_project(out, weight), bias), weights
 
