@@ -236,3 +236,121 @@ def test_replaced_where_others_read(ranks: Ranks, tp: int, sp: bool) -> None:
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_added(ranks: Ranks, tp: int, sp: bool, frozen: bool) -> None:
     assert not beyond(ranks.run(tp, added_job, sp, frozen), TIGHT)
+
+
+class Layer(nn.Module):
+    """Of which the region is a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), nn.SiLU(), nn.Linear(24, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.mlp(self.norm(x))
+
+
+class Stacked(nn.Module):
+    """Layers in a sequence, or in a list."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        super().__init__()
+        layers = [Layer() for _ in range(4)]
+        self.layers = kind(*layers) if kind is nn.Sequential else kind(layers)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if isinstance(self.layers, nn.Sequential):
+            return self.layers(x)
+        for layer in self.layers[:]:
+            x = layer(x)
+        return x
+
+
+RULES = {
+    "tpplan": 1,
+    "rules": {
+        "layers.*.norm": "sequence_parallel",
+        "layers.*.mlp.0": "colwise",
+        "layers.*.mlp.2": "rowwise",
+    },
+}
+
+
+def stacked(mesh: DeviceMesh, sp: bool, kind: type[Any]) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    reference = Stacked(kind).double()
+    x, model = torch.randn(2, 9, WIDTH).double(), copy.deepcopy(reference)
+    tpplan.parallelize(model, RULES, mesh, sequence_parallel=sp, prove=False, inputs=x)
+    return reference, model
+
+
+def trained(call: Callable[[Any], Any], *models: Any) -> Errors:
+    """The errors of what a call gives, and of the gradients."""
+    x, outs = torch.randn(2, 9, WIDTH).double(), []
+    for m in models:
+        m.zero_grad()
+        outs.append(call(m)(x))
+        weighed(outs[-1]).backward()
+    return {"output": error(*outs), **compare_gradients(*models)}
+
+
+def sliced_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Some of the layers, alone and put back, copied and not; what else is made of such classes."""
+    found = Findings()
+    for kind in (nn.Sequential, nn.ModuleList):
+        models = stacked(mesh, sp, kind)
+        name = kind.__name__
+        found.add(f"{name}, before", trained(lambda m: m, *models))
+        if kind is nn.Sequential:
+            found.add("by itself", trained(lambda m: m.layers[1:3], *models))
+            found.add("layers one by one", trained(lambda m: nn.Sequential(*m.layers), *models))
+        for m in models:
+            m.layers = m.layers[:2] + m.layers[3:]
+            m.layers.append(copy.deepcopy(m.layers)[0])
+            m.layers[1].norm = type(m.layers[1].norm)(WIDTH).double().requires_grad_(False)
+        found.add(f"{name}, put back", trained(lambda m: m, *models))
+        found.add(f"{name}, of copies", trained(lambda m: m, *map(copy.deepcopy, models)))
+        if kind is nn.Sequential:  # compiled models are called whole
+            for m in models:
+                m.compile(backend="eager")
+            found.add("compiled", trained(lambda m: m, *models))
+    _, model = stacked(mesh, sp, nn.Sequential)
+    found.add("another model", same(type(type(model)(nn.Sequential)) is Stacked))
+    with pytest.raises(
+        RuntimeError, match=r"layers\.1\.mlp\.0: another Sequential was made around"
+    ):
+        model.layers[1].mlp[:2]
+    return found.errors
+
+
+@SIZES
+@MODES
+@pytest.mark.turns(24)
+def test_sliced(ranks: Ranks, tp: int, sp: bool) -> None:
+    assert not beyond(ranks.run(tp, sliced_job, sp), TIGHT)
+
+
+def sliced_subclasses_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """Sequences of which others made subclasses: FSDP2, parametrizations."""
+    found = Findings()
+    reference, model = stacked(mesh["tp"], sp, nn.Sequential)
+    for m in (reference, model):
+        parametrize.register_parametrization(
+            m.layers[2].mlp[0], "weight", LowRank(m.layers[2].mlp[0].weight), unsafe=True
+        )
+    found.add("copied", trained(lambda m: m, *map(copy.deepcopy, (reference, model))))
+    reference, model = stacked(mesh["tp"], sp, nn.Sequential)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model.layers, mesh=mesh["dp"])
+    for m in (reference, model):
+        m.layers = m.layers[:2]
+    found.add("a plain one", same(type(model.layers) is nn.Sequential))
+    found.add("fully sharded", trained(lambda m: m, reference, model))
+    return found.errors
+
+
+@MODES
+@pytest.mark.turns(24)
+def test_sliced_subclasses(ranks: Ranks, sp: bool) -> None:
+    assert not beyond(ranks.run("2x2", sliced_subclasses_job, sp), TIGHT)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from tpplan import compat
 from tpplan.comm import Stream, Transition
@@ -268,8 +269,7 @@ class LocalParameters(Lowered):
 
 
 def _blank(*origin: Any) -> nn.Module:
-    kind = _class(*origin)
-    return kind.__new__(kind)
+    return object.__new__(_class(*origin))
 
 
 def lower(
@@ -323,4 +323,31 @@ def _class_of(
         forward.__kwdefaults__ = outermost.forward.__kwdefaults__
         body["forward"] = functools.update_wrapper(forward, code)
     bases = (*roles, original) if inner is None else (*roles, original, inner)
-    return type(original.__name__, bases, body)
+    made: type[nn.Module] = type(original.__name__, bases, body)
+
+    def new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+        # a slice of a container is another of its class. A subclass that others made makes
+        # its own, copies too
+        if cls is not made:
+            return object.__new__(cls)
+        _require_no_region(roles, original, (args, kwargs))
+        return original(*args, **kwargs)
+
+    new.__wrapped__ = original.__init__  # type: ignore[attr-defined]
+    made.__new__ = staticmethod(new)  # type: ignore[assignment]
+    return made
+
+
+def _require_no_region(
+    roles: Sequence[type[nn.Module]], original: type[nn.Module], given: Any
+) -> None:
+    """Refuse another module around what is ``given``, if it would not send what this one sends."""
+    if all("_tpplan_contain" in vars(role) for role in roles):
+        return  # a container: those in it send what is to be sent
+    for module in tree_leaves(given):
+        if isinstance(module, Lowered) and isinstance(module._tpplan, State):
+            raise RuntimeError(
+                f"{module._tpplan.plan.path}: another {original.__name__} was made around this "
+                "module, which computes what the ranks' parts need of each other only inside of "
+                "the one that it was sharded in; change (slice) that before tpplan.parallelize"
+            )
