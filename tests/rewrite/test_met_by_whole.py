@@ -64,12 +64,42 @@ class Weighted(Stacked):
         )
 
 
+class Pooled(Stacked):
+    """The mean over positions beside what is made of other numbers of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(1, WIDTH)
+
+    def after(self, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return x.mean(1) * self.extra(given[0][:, :1])
+
+
+class Numbers(Pooled):
+    """The same of one number for each sample, whose tensors have no dimension of the sequence."""
+
+    def after(self, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return x.pow(2).mean((1, 2)) + self.extra(given[0][:, :1])[:, 0]
+
+
+class Flattened(Pooled):
+    """One number for each token of the batch, by weights that are made of the tokens."""
+
+    def after(self, x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        y = x.pow(2)
+        weights: torch.Tensor = self.extra(y[..., :1])[..., 0]
+        return (y.mean(-1).flatten() * weights.flatten()).sum()[None]
+
+
 MODELS: dict[str, tuple[type[Stacked], dict[str, str]]] = {
     "classes": (Classes, {"extra": "replicate"}),
     "many classes": (Classes, {"extra": "vocab"}),
     "scales": (Scales, {"extra": "replicate"}),
     "masked": (Masked, {}),
     "weighted": (Weighted, {}),
+    "pooled": (Pooled, {"extra": "replicate"}),
+    "numbers": (Numbers, {"extra": "replicate"}),
+    "flattened": (Flattened, {"extra": "replicate"}),
 }
 
 

@@ -44,6 +44,7 @@ class Noise:
         whole: what regions beside the stack gave, and what became of it: whole on every rank.
         leading: what streams have before their columns; before: how many dimensions that is.
         tokens: how many rows streams have where batch and sequence are one dimension.
+        lengths: how long their sequences are.
     """
 
     def __init__(self, trace: Trace, parts: Set[int], dim: int, streams: Set[int]) -> None:
@@ -52,6 +53,7 @@ class Noise:
         self.leading = {trace.shapes[n][:-1][: max(2, dim + 1)] for n in streams}
         self.before = max(map(len, self.leading), default=dim + 1)
         self.tokens = {math.prod(sizes) for sizes in self.leading}
+        self.lengths = {sizes[dim] for sizes in self.leading if len(sizes) > dim}
         self.whole: set[int] = set()
         self.drawn: dict[int, frozenset[int]] = {}
         self.extent: dict[int, tuple[int, ...]] = {}  # of noise: how many there are along each
@@ -127,8 +129,7 @@ class Noise:
         if len(shape) == self.dim + 1:
             return 0
         # channels may come before the sequence
-        lengths = {sizes[self.dim] for sizes in self.leading if len(sizes) > self.dim}
-        places = [i for i, size in enumerate(shape) if size in lengths]
+        places = [i for i, size in enumerate(shape) if size in self.lengths]
         return places[0] if len(places) == 1 else self.dim
 
     def _cut_in_region(self, shape: tuple[int, ...]) -> int | None:

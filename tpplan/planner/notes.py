@@ -201,8 +201,13 @@ class Notes:
         shape = self.trace.shapes[number]
         if not (shape and op.pointwise and op.outputs):
             return not shape
-        along = len(shape) - len(self.trace.shapes[op.outputs[0]]) + self.dim
-        return along < 0 or shape[along] == 1
+        made = self.trace.shapes[op.outputs[0]]
+        along = len(shape) - len(made) + self.dim
+        # what has lost the sequence, to a mean over it, every rank has all of; where it is one
+        # dimension with others, it is the proof that tells
+        noise = self.noise
+        lost = noise.lengths.isdisjoint(made) and noise.tokens.isdisjoint(made[:1])
+        return lost or not 0 <= along < len(shape) or shape[along] == 1
 
     def note_mixture(self, op: Op, data: list[int], around: list[Call]) -> None:
         """The stream meets all positions' gradient in code of no module that has a rule.
