@@ -54,3 +54,26 @@ def test_no_two_patterns_of_one_module() -> None:
     found = patterns_of(decisions, names)
     met = [path for text, _, _ in found for path in sorted(names.matched(text))]
     assert sorted(met) == sorted(decisions)
+
+
+class Own(nn.Module):
+    """Its own code multiplies by parameters of its own, and there is nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(32, 16))
+        self.down = nn.Parameter(torch.randn(16, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.up.T).relu() @ self.down.T
+
+
+def test_the_model_itself() -> None:
+    """Its path is empty, of which no pattern is; the language has one for it."""
+    model = Own()
+    ((text, decision, paths),) = patterns_of({"": Decision("replicate")}, Names(model))
+    assert (text, paths) == (".", ("",))
+    (rule,) = rules_from([(text, decision)])
+    assert rule.pattern.matches("")
+    with pytest.raises(tpplan.PlanError, match="no part of the model was found"):
+        tpplan.suggest(model, 2, inputs={"x": torch.randn(2, 8, 16)})

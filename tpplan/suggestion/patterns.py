@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from tpplan.language import Pattern
+from tpplan.language.patterns import ROOT
 from tpplan.suggestion.draft import Decision
 
 _Found = tuple[str, frozenset[str]]
@@ -83,7 +84,7 @@ def _starred(paths: Sequence[str], names: Names) -> list[_Found]:
             else:
                 text = _numbered(text, at, wanted, names)
         of = names.matched(text) if text != left[0] else frozenset([left[0]])
-        found.append((text, of))
+        found.append((text or ROOT, of))  # of the model itself the path is empty
         left = [path for path in left if path not in of]
     return found
 
