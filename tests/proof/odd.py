@@ -168,6 +168,23 @@ class Telling(Stack):
         return x
 
 
+class Normed(MLP):
+    """Behind a norm, which takes the size of what it is given away."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + super().forward(F.layer_norm(x, (WIDTH,)))
+
+
+def amplifying(module: MLP, y: torch.Tensor) -> torch.Tensor:
+    """Of large numbers, rounding alone."""
+    return (10 * y.pow(6)).sin()
+
+
+def overflowing(module: MLP, y: torch.Tensor) -> torch.Tensor:
+    """Of large numbers, none."""
+    return y.cosh().pow(16)
+
+
 class Checked(Stack):
     """Looks at the numbers that it is given."""
 
@@ -203,6 +220,10 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
         (False,),
     ),
     "only large numbers": (stack(clipped), (True,)),
+    "only large numbers behind a norm": (
+        lambda: Stack(lambda i: Normed(i, clipped)),
+        (False, True),
+    ),
     "only a layer in the middle": (
         lambda: Stack(lambda i: MLP(i, lambda m, y: y.softmax(-1) if m.number == 3 else y), 6),
         (False,),
@@ -244,5 +265,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
     "positions without sequence parallelism": (lambda: Stack(Placed), (False,)),
     "the length without sequence parallelism": (lambda: Stack(Scaled), (False,)),
     "calls that are counted": (lambda: Warming(MLP), (False, True)),
+    "rounding that large numbers amplify": (stack(amplifying), (False, True)),
+    "large numbers that overflow": (lambda: Stack(lambda i: Normed(i, overflowing)), (False,)),
     "seven alike": (lambda: Stack(MLP, 7), (False, True)),
 }

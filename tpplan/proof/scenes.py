@@ -30,10 +30,18 @@ from tpplan.proof.exact import exact, widened
 from tpplan.proof.miniature import miniature, misses, unsharded
 from tpplan.proof.ranks import mean_over_ep
 from tpplan.proof.rounding import Reordered
-from tpplan.proof.step import Result, Scene, are_comparable, errors, leaves_of, parts_of, step
+from tpplan.proof.step import (
+    LOUD,
+    Result,
+    Scene,
+    are_comparable,
+    errors,
+    leaves_of,
+    parts_of,
+    step,
+)
 from tpplan.styles import named
 
-_LOUD = 30.0
 _ORDERS = 3
 
 
@@ -146,7 +154,7 @@ def played(
     calls = [random_ids(small, call, generator) for call in given] if draw else [*given]
     calls = [widened(drawn_where_alike(call, generator)) for call in calls]
     dim = compiled.plan.sequence_dim
-    whole = Played(small, compiled)
+    whole, entries = Played(small, compiled), entries_of(compiled)
     for call in calls:
         if not whole.must_play(Scene("in evaluation", call)) or not whole.results[-1][0].outputs:
             raise ValueError("it gives no numbers that could be compared")
@@ -167,7 +175,10 @@ def played(
             whole.may_play(Scene(f"given {names}", fuller, optional=True))
         for asking in routed(model, call) if shares_experts(compiled) else ():
             whole.may_play(Scene("with routing", asking, True, optional=fixed))
-        whole.may_play(Scene("on large numbers", loud(longer, _LOUD), scale=_LOUD))
+        large = Scene("on large numbers", loud(longer, LOUD), scale=LOUD, louder=entries)
+        # code may overflow on what is large inside of it
+        if not whole.may_play(large):
+            whole.may_play(replace(large, louder=frozenset()))
     return whole.scenes, whole.results
 
 
@@ -218,6 +229,22 @@ def rounding_of(
                     for name, error in errors(due, got, 0, 1):
                         worst[name] = max(error, worst.get(name, 0.0))
     return own
+
+
+def entries_of(compiled: CompiledPlan) -> frozenset[str]:
+    """The weights through which activations enter sharded regions."""
+    entries = {
+        path
+        for path, plan in compiled.modules.items()
+        if plan.projection or plan.multihead or plan.summed or named(plan.style).stacked
+    }
+    return frozenset(
+        entry.name
+        for entry in compiled.parameters.values()
+        if entry.name.rpartition(".")[0] in entries
+        and len(entry.shape) >= 2
+        and not entry.placement.is_replicate()
+    )
 
 
 def shares_experts(compiled: CompiledPlan) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,20 +27,25 @@ ROUNDING = 1e-4
 """What is beyond this is a mistake, whatever the model's own rounding is."""
 TIMES = 10.0
 """Of the model's own rounding: what is below is no mistake."""
+LOUD = 32.0
+"""How much larger large numbers are; a power of two, which weights are divided by without loss."""
 
 
 @dataclass(frozen=True)
 class Scene:
     """One step: what the model is called with, and in which mode.
 
-    ``optional``: whether the rewritten model may refuse it. ``plain``: the inputs, by place, of
-    which no gradient is wanted: what the model's code does with them has none.
+    ``scale``: of the activations. ``louder``: parameters that are ``LOUD`` times larger meanwhile:
+    what enters regions through them may come from a norm, which takes a scale away. ``optional``:
+    whether the rewritten model may refuse it. ``plain``: the inputs, by place, of which no gradient
+    is wanted: what the model's code does with them has none.
     """
 
     what: str
     call: Call
     training: bool = False
     scale: float = 1.0
+    louder: frozenset[str] = frozenset()
     optional: bool = False
     plain: frozenset[str] = frozenset()
 
@@ -82,41 +88,54 @@ def step(
     model.train(scene.training)
     model.zero_grad(set_to_none=True)
     args, kwargs, given = leaves_of(scene.call, scene.plain)
-    if scene.scale != 1.0 and not given:
-        _scale_tables(model, scene.scale)
-    before, old = _sums(model), {id(t): t for t in _kept(model, parts).values()}
-    with noting(model) as notes:
-        found = outputs_of(model(*args, **kwargs))
-    found.update((n, t) for n, t in _kept(model, parts).items() if id(t) not in old)
-    generator = torch.Generator().manual_seed(seed)
-    result = Result() if due is None else Result(weights=due.weights)
-    total = None
-    for place, out in sorted(found.items()):  # a model may give them in the order of a set
-        if not out.requires_grad:
-            continue
-        if due is None:
-            with unmoded():  # nothing is random to `exact`
-                drawn = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-            result.weights[place] = drawn
-        weights = result.weights.get(place)
-        out = out.full_tensor() if isinstance(out, DTensor) else out
-        if weights is not None and weights.shape == out.shape:
-            part = (out * weights).sum().real
-            total = part if total is None else total + part
-    if total is not None:
-        # not total.backward(), which is a function of torch's to a mode: what backward recomputes
-        # would be left out of it
-        torch.autograd.backward([total])
-    result.notes = notes
+    tables = () if scene.scale == 1.0 or given else _tables(model)
+    with _times(scene.scale, tables), _times(LOUD, _named(model, scene.louder)):
+        before, old = _sums(model), {id(t): t for t in _kept(model, parts).values()}
+        with noting(model) as notes:
+            found = outputs_of(model(*args, **kwargs))
+        found.update((n, t) for n, t in _kept(model, parts).items() if id(t) not in old)
+        weights = _drawn(found, seed) if due is None else due.weights
+        total = _objective(found, weights)
+        if total is not None:
+            # not total.backward(), which is a function of torch's to a mode: what backward
+            # recomputes would be left out of it
+            torch.autograd.backward([total])
+        result = Result(weights=weights, notes=notes)
+        changed = {name for name, sums in _sums(model).items() if sums != before.get(name)}
+        if due is not None:
+            changed |= set(due.written)
+        held = model.named_parameters()
+        result.written = {n: p.detach().clone() for n, p in held if n in changed}
     result.outputs = {place: out.detach() for place, out in found.items()}
     result.gradients = {name: p.grad for name, p in model.named_parameters()}
     result.inputs = {name: leaf.grad for name, leaf in given.items()}
     result.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-    changed = {name for name, sums in _sums(model).items() if sums != before.get(name)}
-    if due is not None:
-        changed |= set(due.written)
-    result.written = {n: p.detach().clone() for n, p in model.named_parameters() if n in changed}
     return result
+
+
+def _drawn(found: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """A weight for every element of what gradients flow back from."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {}
+    for place, out in sorted(found.items()):  # a model may give them in the order of a set
+        if out.requires_grad:
+            with unmoded():  # nothing is random to `exact`
+                drawn[place] = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    return drawn
+
+
+def _objective(
+    found: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
+) -> torch.Tensor | None:
+    """What is differentiated; None where nothing can be."""
+    total = None
+    for place, out in sorted(found.items()):
+        if out.requires_grad:
+            out = out.full_tensor() if isinstance(out, DTensor) else out
+            if place in weights and weights[place].shape == out.shape:
+                part = (out * weights[place]).sum().real
+                total = part if total is None else total + part
+    return total
 
 
 def parts_of(compiled: CompiledPlan) -> frozenset[str]:
@@ -146,12 +165,28 @@ def _sums(model: nn.Module) -> dict[str, tuple[float, float]]:
     return {n: (float(p.detach().sum()), float(p.detach().abs().sum())) for n, p in numbers}
 
 
-def _scale_tables(model: nn.Module, factor: float) -> None:
-    """Larger activations where a model is given ids: those that it looks up."""
+def _tables(model: nn.Module) -> list[nn.Parameter]:
+    """What a model looks its ids up in: larger activations where it is given no others."""
     tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    with torch.no_grad():
-        for table in tables.values():
-            table.mul_(factor)
+    return list(tables.values())
+
+
+def _named(model: nn.Module, names: Set[str]) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name in names]
+
+
+@contextlib.contextmanager
+def _times(factor: float, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within it, parameters are ``factor`` times as large."""
+    try:
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(factor)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.div_(factor)
 
 
 def leaves_of(
@@ -211,15 +246,16 @@ def are_comparable(results: Iterable[Result]) -> bool:
 
 
 def worst(
-    due: Result, got: Result, rank: int, tp: int, own: Mapping[str, float]
+    due: Result, got: Result, rank: int, tp: int, own: Mapping[str, float], most: float = ROUNDING
 ) -> tuple[str, float] | None:
     """The first thing that differs, and by how much; outputs before gradients.
 
     Args:
         own: by how much the unsharded model differs from itself, its sums in another order.
+        most: that is taken for rounding at all.
     """
     for name, error in errors(due, got, rank, tp):
-        if not error <= max(TOLERANCE, min(TIMES * own.get(name, 0.0), ROUNDING)):
+        if not error <= max(TOLERANCE, min(TIMES * own.get(name, 0.0), most)):
             return name, error
     return None
 
