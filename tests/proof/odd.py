@@ -185,6 +185,34 @@ def overflowing(module: MLP, y: torch.Tensor) -> torch.Tensor:
     return y.cosh().pow(16)
 
 
+class Before(MLP):
+    """Computes with what it had in the step before, in training alone: of all columns, or rows."""
+
+    def __init__(self, number: int, rows: bool = False) -> None:
+        super().__init__(number)
+        self.rows = rows
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.fc(x).relu()
+        if self.training:
+            seen, kept = x if self.rows else y, self.kept
+            self.kept = seen.detach().pow(2).mean().sqrt() + 0.1
+            y = y if kept is None else y / kept
+        return x + self.out(y)
+
+
+class Warmed(MLP):
+    """Trains otherwise from the second step on."""
+
+    steps = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.fc(x).relu()
+        self.steps += self.training
+        return x + self.out(y.softmax(-1) if self.steps >= 2 else y)
+
+
 class Checked(Stack):
     """Looks at the numbers that it is given."""
 
@@ -224,6 +252,9 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
         lambda: Stack(lambda i: Normed(i, clipped)),
         (False, True),
     ),
+    "columns of the last step in training": (lambda: Stack(Before), (False,)),
+    "rows of the last step in training": (lambda: Stack(lambda i: Before(i, True)), (True,)),
+    "only from the second step in training on": (lambda: Stack(Warmed), (False, True)),
     "only a layer in the middle": (
         lambda: Stack(lambda i: MLP(i, lambda m, y: y.softmax(-1) if m.number == 3 else y), 6),
         (False,),
@@ -267,5 +298,6 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
     "calls that are counted": (lambda: Warming(MLP), (False, True)),
     "rounding that large numbers amplify": (stack(amplifying), (False, True)),
     "large numbers that overflow": (lambda: Stack(lambda i: Normed(i, overflowing)), (False,)),
+    "rows of the last step in training": (lambda: Stack(lambda i: Before(i, True)), (False,)),
     "seven alike": (lambda: Stack(MLP, 7), (False, True)),
 }

@@ -116,6 +116,33 @@ class Played:
             self._twins = self._fresh()
         return played
 
+    def may_train(self, call: Call, fixed: bool) -> Call:
+        """Train twice, if the model does: what it keeps of one step may count in the next only.
+
+        The second time what is inside of regions is large.
+
+        Args:
+            fixed: whether the rewritten model may refuse it.
+
+        Returns:
+            What it was trained with, which is longer where it may be; or ``call``.
+        """
+        dim = self.compiled.plan.sequence_dim
+        length = length_of(call, dim)
+        lengths = other_lengths(length, self.compiled.tp) if length else []
+        calls = {f", at length {n}": resized(call, dim, length, n) for n in lengths}
+        for where, trained in {**calls, "": call}.items():
+            scene = Scene(f"in training{where}", trained, True, optional=fixed)
+            if self.may_play(scene):
+                self.may_play_louder(replace(scene, what=f"in training again{where}"))
+                return trained
+        return call
+
+    def may_play_louder(self, scene: Scene) -> None:
+        """Take the step on large numbers inside of regions, or, where code overflows, without."""
+        if not self.may_play(replace(scene, louder=entries_of(self.compiled))):
+            self.may_play(scene)
+
     def again(self, scenes: Sequence[Scene]) -> list[list[Result]]:
         """What steps give that were taken before; of one that is not finite now, nothing."""
         return [self._everyones(self._twins, scene, seed) for seed, scene in enumerate(scenes)]
@@ -153,21 +180,12 @@ def played(
     generator = torch.Generator().manual_seed(1)
     calls = [random_ids(small, call, generator) for call in given] if draw else [*given]
     calls = [widened(drawn_where_alike(call, generator)) for call in calls]
-    dim = compiled.plan.sequence_dim
-    whole, entries = Played(small, compiled), entries_of(compiled)
+    whole = Played(small, compiled)
     for call in calls:
         if not whole.must_play(Scene("in evaluation", call)) or not whole.results[-1][0].outputs:
             raise ValueError("it gives no numbers that could be compared")
-        length = length_of(call, dim)
-        longer, fixed = call, not model.training
-        for other in other_lengths(length, compiled.tp) if length else ():
-            longer = resized(call, dim, length, other)
-            scene = Scene(f"in training, at length {other}", longer, True, optional=fixed)
-            if whole.may_play(scene):
-                break
-        else:
-            longer = call
-            whole.may_play(Scene("in training", call, True, optional=fixed))
+        fixed = not model.training
+        longer = whole.may_train(call, fixed)
         asked = unsharded(small)
         fuller = with_options(model.forward, call, functools.partial(_accepts, asked))
         if fuller is not call:
@@ -175,10 +193,7 @@ def played(
             whole.may_play(Scene(f"given {names}", fuller, optional=True))
         for asking in routed(model, call) if shares_experts(compiled) else ():
             whole.may_play(Scene("with routing", asking, True, optional=fixed))
-        large = Scene("on large numbers", loud(longer, LOUD), scale=LOUD, louder=entries)
-        # code may overflow on what is large inside of it
-        if not whole.may_play(large):
-            whole.may_play(replace(large, louder=frozenset()))
+        whole.may_play_louder(Scene("on large numbers", loud(longer, LOUD), scale=LOUD))
     return whole.scenes, whole.results
 
 

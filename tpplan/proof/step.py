@@ -165,18 +165,18 @@ def _sums(model: nn.Module) -> dict[str, tuple[float, float]]:
     return {n: (float(p.detach().sum()), float(p.detach().abs().sum())) for n, p in numbers}
 
 
-def _tables(model: nn.Module) -> list[nn.Parameter]:
+def _tables(model: nn.Module) -> list[torch.Tensor]:
     """What a model looks its ids up in: larger activations where it is given no others."""
     tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     return list(tables.values())
 
 
-def _named(model: nn.Module, names: Set[str]) -> list[nn.Parameter]:
+def _named(model: nn.Module, names: Set[str]) -> list[torch.Tensor]:
     return [p for name, p in model.named_parameters() if name in names]
 
 
 @contextlib.contextmanager
-def _times(factor: float, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def _times(factor: float, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Within it, parameters are ``factor`` times as large."""
     try:
         with torch.no_grad():
