@@ -88,6 +88,13 @@ def test_code_that_asks_how_long_its_input_is(tp: int, most: int) -> None:
         tpplan.check(odd.Stack(Long), PLAN, tp, True, inputs=example())
 
 
+@pytest.mark.parametrize("length", [5, 8])
+def test_rows_of_a_call_of_another_length(length: int) -> None:
+    inputs = torch.randn(2, length, odd.WIDTH)
+    with pytest.raises(tpplan.PlanError, match="something else than whole"):
+        tpplan.check(odd.Stack(odd.Held), PLAN, 4, True, inputs=inputs)
+
+
 def test_says_where_it_starts_and_when() -> None:
     make, _ = odd.WRONG["only in training"]
     with pytest.raises(tpplan.PlanError) as caught:

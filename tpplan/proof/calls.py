@@ -49,6 +49,14 @@ def other_lengths(length: int, tp: int) -> list[int]:
     return [n for n in (longer, longer - 1, length - 1, length - 2) if n > 0 and n % tp]
 
 
+def beside(length: int, tp: int) -> int:
+    """Another length, of which a rank has as many rows, with those of padding.
+
+    Code that keeps rows for calls as long finds them kept where the whole has none.
+    """
+    return length + 1 if length % tp else length - 1
+
+
 def loud(call: Call, factor: float) -> Call:
     """``call`` with its floating tensors times ``factor``; not masks, which are not finite."""
 

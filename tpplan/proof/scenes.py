@@ -19,6 +19,7 @@ from tpplan.observe.examples import GIVE_INPUTS
 from tpplan.observe.untouched import View, by_itself, view
 from tpplan.planner.known import Known
 from tpplan.proof.calls import (
+    beside,
     drawn_where_alike,
     length_of,
     loud,
@@ -138,10 +139,10 @@ class Played:
                 return trained
         return call
 
-    def may_play_louder(self, scene: Scene) -> None:
+    def may_play_louder(self, scene: Scene) -> bool:
         """Take the step on large numbers inside of regions, or, where code overflows, without."""
-        if not self.may_play(replace(scene, louder=entries_of(self.compiled))):
-            self.may_play(scene)
+        louder = replace(scene, louder=entries_of(self.compiled))
+        return self.may_play(louder) or self.may_play(scene)
 
     def again(self, scenes: Sequence[Scene]) -> list[list[Result]]:
         """What steps give that were taken before; of one that is not finite now, nothing."""
@@ -180,12 +181,19 @@ def played(
     generator = torch.Generator().manual_seed(1)
     calls = [random_ids(small, call, generator) for call in given] if draw else [*given]
     calls = [widened(drawn_where_alike(call, generator)) for call in calls]
+    dim = compiled.plan.sequence_dim
     whole = Played(small, compiled)
     for call in calls:
         if not whole.must_play(Scene("in evaluation", call)) or not whole.results[-1][0].outputs:
             raise ValueError("it gives no numbers that could be compared")
         fixed = not model.training
         longer = whole.may_train(call, fixed)
+        # at once: no call of still another length comes between
+        length = length_of(longer, dim)
+        other = beside(length, compiled.tp) if length and compiled.tp > 1 else 0
+        for like in (resized(longer, dim, length, other), longer) if other else (longer,):
+            if whole.may_play_louder(Scene("on large numbers", loud(like, LOUD), scale=LOUD)):
+                break
         asked = unsharded(small)
         fuller = with_options(model.forward, call, functools.partial(_accepts, asked))
         if fuller is not call:
@@ -193,7 +201,6 @@ def played(
             whole.may_play(Scene(f"given {names}", fuller, optional=True))
         for asking in routed(model, call) if shares_experts(compiled) else ():
             whole.may_play(Scene("with routing", asking, True, optional=fixed))
-        whole.may_play_louder(Scene("on large numbers", loud(longer, LOUD), scale=LOUD))
     return whole.scenes, whole.results
 
 
