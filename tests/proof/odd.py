@@ -46,6 +46,34 @@ class Reversed(torch.autograd.Function):
         return grad / (grad.norm() + 1e-6)
 
 
+class Clipped(torch.autograd.Function):
+    """A gradient no larger than what any ordinary one is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * (1e3 / (grad.norm() + 1e-9)).clamp(max=1.0)
+
+
+class Floored(Clipped):
+    """One no smaller."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * (1e-2 / (grad.norm() + 1e-30)).clamp(min=1.0)
+
+
+class Each(Clipped):
+    """Each number by itself."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.where(grad.abs() > 1.0, grad.sign(), grad)
+
+
 class Penalised(MLP):
     def forward(self, x: torch.Tensor) -> Any:
         y = self.fc(x).relu()
@@ -213,6 +241,16 @@ class Held(MLP):
         return y if before is None or before.shape != y.shape else y + before
 
 
+class Branching(MLP):
+    """Asks how large the gradient of its rows is; of none it is as large."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda g: g if g.norm() < 1e9 else g / g.norm())
+        return y
+
+
 class Warmed(MLP):
     """Trains otherwise from the second step on."""
 
@@ -272,6 +310,9 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
         (False,),
     ),
     "a gradient normalised": (stack(lambda m, y: Reversed.apply(y.relu())), (True,)),
+    "a large gradient clipped": (stack(lambda m, y: Clipped.apply(y).relu()), (False, True)),
+    "a small gradient made larger": (stack(lambda m, y: Floored.apply(y).relu()), (False,)),
+    "a gradient's size asked for": (lambda: Stack(Branching), (True,)),
     "a gradient the forward hides": (stack(lambda m, y: centred(y)), (False,)),
     "an auxiliary output": (lambda: Summing(Penalised), (False, True)),
     "positions in a layer": (lambda: Stack(Placed), (True,)),
@@ -312,5 +353,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
     "large numbers that overflow": (lambda: Stack(lambda i: Normed(i, overflowing)), (False,)),
     "rows of the last step in training": (lambda: Stack(lambda i: Before(i, True)), (False,)),
     "rows of a call as long": (lambda: Stack(Held), (False,)),
+    "a gradient's size asked for": (lambda: Stack(Branching), (False,)),
+    "gradients clipped one by one": (stack(lambda m, y: Each.apply(y).relu()), (False, True)),
     "seven alike": (lambda: Stack(MLP, 7), (False, True)),
 }

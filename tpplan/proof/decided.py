@@ -102,17 +102,25 @@ def _line() -> tuple[str, int] | None:
     return None
 
 
-def misdecided(due: Sequence[Decision], got: Sequence[Decision]) -> Misstep | None:
+def misdecided(
+    due: Sequence[Decision], got: Sequence[Decision], ordered: bool = True
+) -> Misstep | None:
     """By what a rank decides that is no number of those by which the unsharded model does.
 
     It may decide by fewer of them. Give the first rank's decisions: it has no rows of padding.
+
+    Args:
+        ordered: whether those of a line come in one order. In backward ranks have orders of
+            their own.
     """
     whole = defaultdict[tuple[str, tuple[str, int]], list[torch.Tensor]](list)
     for decision in due:
         whole[decision.path, decision.line].append(decision.numbers)
+    if not ordered:
+        whole.update({place: [torch.cat(found)] for place, found in whole.items()})
     for decision in got:
         waiting = whole[decision.path, decision.line]
-        if waiting and not _are_among(decision.numbers, waiting.pop(0)):
+        if waiting and not _are_among(decision.numbers, waiting.pop(0) if ordered else waiting[0]):
             return Misstep(
                 decision.path,
                 "decides by numbers of a rank's own part, which are others than those of the whole",

@@ -176,7 +176,9 @@ def _on_rank(
             else:
                 found = _departing(compiled, scene, rank, due, got, own[seed])
                 if suspect is None and rank == 0 and compiled.ep == 1:
-                    misstep = misdecided(due.notes.decided, got.notes.decided)
+                    misstep = misdecided(due.notes.decided, got.notes.decided) or misdecided(
+                        due.later.decided, got.later.decided, ordered=False
+                    )
                     if misstep is not None:
                         suspect = Finding(scene, rank, misstep.what, float("inf"), misstep)
             if _on_any(found is not None):

@@ -44,6 +44,8 @@ from tpplan.proof.step import (
 from tpplan.styles import named
 
 _ORDERS = 3
+# gradients are as much larger once, as where a loss is scaled for half precision, and smaller
+_OBJECTIVE = 2.0**16
 
 
 class Staged(NamedTuple):
@@ -120,7 +122,7 @@ class Played:
     def may_train(self, call: Call, fixed: bool) -> Call:
         """Train twice, if the model does: what it keeps of one step may count in the next only.
 
-        The second time what is inside of regions is large.
+        The second time what is inside of regions is large, and what is differentiated.
 
         Args:
             fixed: whether the rewritten model may refuse it.
@@ -135,7 +137,8 @@ class Played:
         for where, trained in {**calls, "": call}.items():
             scene = Scene(f"in training{where}", trained, True, optional=fixed)
             if self.may_play(scene):
-                self.may_play_louder(replace(scene, what=f"in training again{where}"))
+                again = f"in training again{where}"
+                self.may_play_louder(replace(scene, what=again, objective=_OBJECTIVE))
                 return trained
         return call
 
@@ -192,7 +195,8 @@ def played(
         length = length_of(longer, dim)
         other = beside(length, compiled.tp) if length and compiled.tp > 1 else 0
         for like in (resized(longer, dim, length, other), longer) if other else (longer,):
-            if whole.may_play_louder(Scene("on large numbers", loud(like, LOUD), scale=LOUD)):
+            large = Scene("on large numbers", loud(like, LOUD), scale=LOUD)
+            if whole.may_play_louder(replace(large, objective=1 / _OBJECTIVE)):
                 break
         asked = unsharded(small)
         fuller = with_options(model.forward, call, functools.partial(_accepts, asked))

@@ -36,9 +36,10 @@ class Scene:
     """One step: what the model is called with, and in which mode.
 
     ``scale``: of the activations. ``louder``: parameters that are ``LOUD`` times larger meanwhile:
-    what enters regions through them may come from a norm, which takes a scale away. ``optional``:
-    whether the rewritten model may refuse it. ``plain``: the inputs, by place, of which no gradient
-    is wanted: what the model's code does with them has none.
+    what enters regions through them may come from a norm, which takes a scale away. ``objective``:
+    what is differentiated is that many times larger. ``optional``: whether the rewritten model may
+    refuse it. ``plain``: the inputs, by place, of which no gradient is wanted: what the model's
+    code does with them has none.
     """
 
     what: str
@@ -46,6 +47,7 @@ class Scene:
     training: bool = False
     scale: float = 1.0
     louder: frozenset[str] = frozenset()
+    objective: float = 1.0
     optional: bool = False
     plain: frozenset[str] = frozenset()
 
@@ -59,7 +61,7 @@ class Result:
     """What a step gave: outputs by place, gradients of parameters and inputs, buffers after it.
 
     ``written``: the parameters whose numbers are others after it. ``weights``: of the outputs in
-    the objective. ``notes``: of the forward.
+    the objective. ``notes``: of the forward; ``later``: of the backward.
     """
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -69,6 +71,7 @@ class Result:
     written: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: Notes = field(default_factory=Notes)
+    later: Notes = field(default_factory=Notes)
 
 
 def step(
@@ -96,11 +99,12 @@ def step(
         found.update((n, t) for n, t in _kept(model, parts).items() if id(t) not in old)
         weights = _drawn(found, seed) if due is None else due.weights
         total = _objective(found, weights)
-        if total is not None:
-            # not total.backward(), which is a function of torch's to a mode: what backward
-            # recomputes would be left out of it
-            torch.autograd.backward([total])
-        result = Result(weights=weights, notes=notes)
+        with noting(model) as later:
+            if total is not None:
+                # not total.backward(), which is a function of torch's to a mode: what backward
+                # recomputes would be left out of it
+                torch.autograd.backward([total * scene.objective])
+        result = Result(weights=weights, notes=notes, later=later)
         changed = {name for name, sums in _sums(model).items() if sums != before.get(name)}
         if due is not None:
             changed |= set(due.written)
