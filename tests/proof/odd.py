@@ -55,7 +55,7 @@ class Clipped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * (1e3 / (grad.norm() + 1e-9)).clamp(max=1.0)
+        return grad / (1 + (grad.norm() / 1e3 - 1).relu())
 
 
 class Floored(Clipped):
@@ -63,7 +63,7 @@ class Floored(Clipped):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * (1e-2 / (grad.norm() + 1e-30)).clamp(min=1.0)
+        return grad * (1 + (1e-2 / (grad.norm() + 1e-30) - 1).relu())
 
 
 class Each(Clipped):
@@ -151,7 +151,7 @@ def stack(between: Any) -> Callable[[], nn.Module]:
 
 def clipped(module: MLP, y: torch.Tensor) -> torch.Tensor:
     """Only activations that are larger than any of N(0, 1)."""
-    return y * (30.0 / y.norm(dim=-1, keepdim=True)).clamp(max=1.0)
+    return y / (1 + (y.norm(dim=-1, keepdim=True) / 30 - 1).relu())
 
 
 def dropped(module: MLP, y: torch.Tensor) -> torch.Tensor:

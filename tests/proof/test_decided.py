@@ -38,6 +38,42 @@ def counted(h: torch.Tensor) -> torch.Tensor:
     return F.gelu(h) if int((h.abs().max() / 999).floor()) == 0 else h.relu()
 
 
+def listed(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) if h.detach().mean().tolist() > -9 else h.relu()
+
+
+def near(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) if torch.allclose(h.mean(), torch.zeros(()), atol=9) else h.relu()
+
+
+def shared(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) * (1 + torch.bucketize(h.mean(), torch.tensor([-99.0, 99.0])))
+
+
+def sought(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) * (1 + torch.searchsorted(torch.tensor([-99.0, 99.0]), h.detach().mean()))
+
+
+def whole(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) * (2 + (h.mean() / 999).to(torch.int8))
+
+
+def wrapped(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) * (1 + h.detach().mean().abs() // 999)
+
+
+def bounded(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) / torch.maximum(h.mean(), torch.tensor(99.0))
+
+
+def held(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) * F.hardtanh(h.mean(), 99.0, 999.0)
+
+
+def cut(h: torch.Tensor) -> torch.Tensor:
+    return F.gelu(h) / h.mean().clamp(min=99.0)
+
+
 def own(h: torch.Tensor) -> torch.Tensor:
     """Each number by itself."""
     return torch.where(h > 0.1, h, 0.5 * h) * (h.abs() >= 1e-9) + h.sign() * (h.round() == 0)
@@ -58,7 +94,16 @@ def odd(h: torch.Tensor) -> torch.Tensor:
     return h * (above == (h > 0.25)) * (above >= 0.0) + (h < 1.0).to(h.dtype)
 
 
+def each(h: torch.Tensor) -> torch.Tensor:
+    """Each by itself, in other ways."""
+    bins = torch.bucketize(h.detach(), torch.tensor([-1.0, 1.0])) + h.to(torch.int8)
+    bins = bins + torch.searchsorted(torch.tensor([0.0]), h.detach().contiguous())
+    h = torch.where(torch.isclose(h, h.round(), atol=0.1), h, 0.5 * h) + h % 1 + h.detach() // 1
+    return torch.maximum(h, 0.1 * h).clamp_min(-0.3).clamp(max=9.0) * bins
+
+
 STATISTICS = [branch, read, chosen, signed, counted]
+STATISTICS += [listed, near, shared, sought, whole, wrapped, bounded, held, cut]
 
 
 @MODES
@@ -85,7 +130,7 @@ def test_of_rows(code: Code) -> None:
 
 @MODES
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("code", [own, guarded, odd])
+@pytest.mark.parametrize("code", [own, each, guarded, odd])
 @pytest.mark.turns(4)
 def test_accepted(code: Code, tp: int, sp: bool) -> None:
     tpplan.check(model_of(inner=code), PLAN, tp, sp)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from tpplan.compat import is_transformed
@@ -26,22 +27,47 @@ _COMPARISONS = (
     *("greater", "less", "greater_equal", "less_equal", "not_equal"),
 )
 # what gives whole numbers, or a Python one
-_STEPS = ("sign", "round", "floor", "ceil", "trunc", "int", "long", "short", "bool")
-_READS = ("item", "__bool__", "__int__", "__float__", "__index__")
+_STEPS = (
+    *("sign", "sgn", "round", "floor", "ceil", "trunc", "fix", "frac"),
+    *("int", "long", "short", "char", "byte", "bool"),
+)
+_READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
+# what asks how far apart two are, and what holds one to the other
+_NEAR = ("allclose", "isclose", "equal")
+_BOUNDS = ("clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin")
+# of a quotient
+_WRAPS = ("remainder", "fmod", "floor_divide")
+# what stays within bounds
+_WITHIN = ("clamp", "clip", "hardtanh", "threshold", "relu6")
+_CASTS = (torch.Tensor.to, torch.Tensor.type)
 _MOST = 2**16
 _TOLERANCE = 1e-6
 
 
 def _named(names: Sequence[str], *forms: str) -> set[Any]:
     found = [getattr(torch.Tensor, form.format(name), None) for name in names for form in forms]
-    return {f for f in (*found, *(getattr(torch, n, None) for n in names)) if callable(f)}
+    found += [getattr(module, name, None) for name in names for module in (torch, F)]
+    return {f for f in found if callable(f)}
 
 
-# what decides, and of how many operands: of two by their difference
-_DECIDES: Mapping[Any, int] = {
-    **dict.fromkeys(_named(_STEPS, "{}", "{}_"), 1),
-    **dict.fromkeys(_named(_READS, "{}"), 1),
-    **dict.fromkeys(_named(_COMPARISONS, "{}", "__{}__", "{}_"), 2),
+def _first(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x.flatten(), y.flatten()])
+
+
+# what decides, and by what of its operands, of which there are one or two
+_DECIDES: Mapping[Any, tuple[int, Callable[..., torch.Tensor]]] = {
+    **dict.fromkeys(_named(_STEPS, "{}", "{}_"), (1, _first)),
+    **dict.fromkeys(_named(_READS, "{}"), (1, _first)),
+    **dict.fromkeys(_named(_WITHIN, "{}", "{}_"), (1, _first)),
+    **dict.fromkeys(_named(_COMPARISONS, "{}", "__{}__", "{}_"), (2, torch.sub)),
+    **dict.fromkeys(_named((*_NEAR, *_BOUNDS), "{}", "{}_"), (2, torch.sub)),
+    **dict.fromkeys(_named(_WRAPS, "{}", "{}_"), (2, torch.div)),
+    **dict.fromkeys(_named(("mod", "floordiv"), "__{}__", "__i{}__"), (2, torch.div)),
+    **dict.fromkeys(_named(("bucketize", "searchsorted"), "{}"), (2, _both)),
 }
 
 
@@ -54,12 +80,13 @@ class Decision:
     numbers: torch.Tensor
 
 
-def note(function: Any, args: Sequence[Any]) -> None:
+def note(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """That the model's own code decides by these, if ``function`` does and they have fractions.
 
     DTensors compute as the whole, wherever they are shown.
     """
-    notes, count = now(), _DECIDES.get(function, 0)
+    notes = now()
+    count, of = _DECIDES.get(function) or (int(_is_cast(function, args, kwargs)), _first)
     operands = args[:count]
     if notes is None or not operands or len(operands) < count:
         return
@@ -70,18 +97,25 @@ def note(function: Any, args: Sequence[Any]) -> None:
     tensors = [x for x in operands if isinstance(x, torch.Tensor)]
     if any(isinstance(x, DTensor) for x in tensors):
         return
-    if not any(x.is_floating_point() for x in tensors) or not _fit(tensors):
+    if not any(x.is_floating_point() for x in tensors) or not _fit(tensors, of is _both):
         return
     line = _line()
     if line is None:
         return
-    first, *second = (torch.as_tensor(x).detach().double() for x in operands)
-    numbers = first - second[0] if second else first
+    numbers = of(*(torch.as_tensor(x).detach().double() for x in operands))
     notes.decided.append(Decision(notes.path(), line, numbers[numbers.isfinite()]))
 
 
-def _fit(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether they go together, and are few numbers."""
+def _is_cast(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it makes whole numbers."""
+    kinds = [x for x in (*args[1:], kwargs.get("dtype")) if isinstance(x, torch.dtype)]
+    return function in _CASTS and any(not (k.is_floating_point or k.is_complex) for k in kinds)
+
+
+def _fit(tensors: Sequence[torch.Tensor], apart: bool) -> bool:
+    """Whether they go together, unless each goes by itself, and are few numbers."""
+    if apart:
+        return sum(x.numel() for x in tensors) <= _MOST
     try:
         return bool(math.prod(torch.broadcast_shapes(*(x.shape for x in tensors))) <= _MOST)
     except RuntimeError:

@@ -174,7 +174,7 @@ class _Exact(TorchFunctionMode):
         elif kwargs.get("dtype") in _WIDER:
             kwargs = {**kwargs, "dtype": _WIDER[kwargs["dtype"]]}
         func = GROUPED.get(func, func)
-        decided.note(func, args)
+        decided.note(func, args, kwargs)
         out = _DRAWS.get(func, func)(*args, **kwargs)
         if func in _DRAWS:
             note(out, generator=kwargs.get("generator"))

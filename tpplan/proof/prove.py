@@ -182,7 +182,8 @@ def _on_rank(
                     if misstep is not None:
                         suspect = Finding(scene, rank, misstep.what, float("inf"), misstep)
             if _on_any(found is not None):
-                return found
+                # a decision of an earlier step says more
+                return found if suspect is None or suspect.scene is scene else suspect
     return suspect
 
 
