@@ -1,9 +1,9 @@
 """The proof of a compiled plan: the rewritten model itself, run on every rank before it is used.
 
 A miniature of the model is rewritten as the model will be, on simulated ranks, and run forward and
-backward beside the unsharded one: in evaluation and in training, at two lengths of which tp
-divides one, on small and large numbers, one step after the other. Every output, every gradient
-and every buffer must be the same, in float64.
+backward beside the unsharded one: in evaluation and in training, at lengths of which tp divides
+some, on small and large numbers and gradients, one step after the other. Every output, every
+gradient and every buffer must be the same, in float64.
 """
 
 from __future__ import annotations
