@@ -225,6 +225,7 @@ FAULTS = (
         "each rank's own model is not compared", "proof.prove:require_alike", to.nothing(), "told"
     ),
     Fault("each rank's own buffers", "rewrite.buffers:_from", to.own_buffer, "told"),
+    Fault("what was changed later is not looked at", "roles.members:look", to.nothing(), "told"),
     # rewrite
     Fault("a row-parallel bias on every rank", "roles.linear:reduced", to.bias_before_sum),
     Fault(
@@ -257,6 +258,12 @@ FAULTS = (
     # planner
     Fault("packed layers are cut as one", "planner.geometry:Geometry.rows", to.nothing(), "packed"),
     Fault("the rewritten model is not proved", "proof:prove", to.nothing(), "mixed columns"),
+    Fault(
+        "no second step in training is proved",
+        "proof.scenes:Played.may_play_louder",
+        to.nothing(),
+        "second step",
+    ),
     Fault(
         "positions may mix", "planner.notes:Notes.note_positions", to.nothing(), "mixed positions"
     ),

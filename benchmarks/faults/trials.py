@@ -105,11 +105,17 @@ def told(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
             next(replicas).to_local().mul_(1 + rank)  # type: ignore[attr-defined]
         return model
 
+    def copied(model: nn.Module) -> nn.Module:
+        path = next(n for n, m in model.named_modules() if n.endswith("q_proj"))
+        model.set_submodule(path, copy.deepcopy(model.get_submodule(path)))
+        return model
+
     misuses: dict[str, Callable[[nn.Module], Any]] = {
         "was given another batch": lambda model: sharded(model)(ids=ids + rank),
         "computes something else than": lambda model: sharded(scaled(model)),
         "(input of": lambda model: scaled(sharded(model))(ids=ids),
         "(parameter) is another": lambda model: drift(sharded(model))(ids=ids),
+        "was taken out of a sharded model": lambda model: copied(sharded(model))(ids=ids),
         "the same loss": lambda model: (_weighed(sharded(model)(ids=ids)) * (1 + rank)).backward(),
     }
     for words, misuse in misuses.items():
@@ -337,6 +343,9 @@ TRIALS: Mapping[str, Trial] = {
     "kernels sp": Trial(_fused(_of(_FUSED)), 2, True, float32),
     "mixed columns": Trial(
         _of(Recipe(habit="unit columns in training")), 2, False, expected="refused"
+    ),
+    "second step": Trial(
+        _of(Recipe(habit="unit columns from the second step")), 2, False, expected="refused"
     ),
     "mixed positions": Trial(
         _of(Recipe(habit="positions shifted")), 2, True, expected="refused", guard="planner"

@@ -31,6 +31,16 @@ _MLP: Mapping[str, Lines] = {
     "rows clipped": ("y = y * (30.0 / y.norm(dim=-1, keepdim=True)).clamp(max=1.0)",),
     "deviation of all": ("y = y / (1 + y.std())",),
     "unit columns in training": ("if self.training:", "    y = F.normalize(y, dim=-1)"),
+    "unit columns from the second step": (
+        "steps = self.steps = getattr(self, 'steps', 0) + self.training",
+        "if steps > 1:",
+        "    y = F.normalize(y, dim=-1)",
+    ),
+    "mean of the step before": (
+        "if self.training:",
+        "    y = y * getattr(self, 'before', 1.0)",
+        "    self.before = 1.0 + y.detach().mean()",
+    ),
     "columns of long inputs": ("if x.shape[:2].numel() > 20:", "    y = y.softmax(-1)"),
     "four groups": ("y = y.unflatten(-1, (4, -1)).softmax(-1).flatten(-2)",),
     "groups of four": ("y = y.unflatten(-1, (-1, 4)).softmax(-1).flatten(-2)",),
