@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ class MLP(nn.Module):
         super().__init__()
         self.number = number
         self.fc, self.out = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-        self.between = between or (lambda module, y: y.relu())
+        self.between: Any = between or (lambda module, y: y.relu())
 
     def forward(self, x: torch.Tensor) -> Any:
         return x + self.out(self.between(self, self.fc(x)))
@@ -262,6 +263,65 @@ class Warmed(MLP):
         return x + self.out(y.softmax(-1) if self.steps >= 2 else y)
 
 
+class Ctx:
+    """What layers hand round: it counts them, or is told which one asks."""
+
+    count = 0
+
+    def odd(self) -> bool:
+        self.count += 1
+        return self.count == 4
+
+    def share(self, number: int, y: torch.Tensor) -> torch.Tensor:
+        return y.mean(-1, keepdim=True) * (number == 3)
+
+
+# what is added to a layer's columns, nothing but in the fourth layer: by what its ops are given
+EXTRAS: dict[str, Callable[[Any, torch.Tensor, Any], torch.Tensor]] = {
+    "number": lambda m, y, c: c.share(m.number, y),
+    "factor": lambda m, y, c: y.mean(-1, keepdim=True) * float(c.odd()),
+    "tensor": lambda m, y, c: y.mean(-1, keepdim=True) * torch.tensor(float(c.odd())),
+    "new tensor": lambda m, y, c: y.mean(-1, keepdim=True) * y.new_tensor(float(c.odd())),
+    "bound": lambda m, y, c: y.mean(-1, keepdim=True).clamp(max=5.0 if c.odd() else 0.0).relu(),
+    "mask": lambda m, y, c: y.mean(-1, keepdim=True).masked_fill(torch.tensor(not c.odd()), 0.0),
+    "weight": lambda m, y, c: torch.lerp(0 * y, y.mean(-1, keepdim=True), float(c.odd())),
+}
+
+
+def _weighed(module: Any, y: torch.Tensor, weight: Any) -> torch.Tensor:
+    added: torch.Tensor = y.mean(-1, keepdim=True) * weight
+    return added
+
+
+class Sharing(MLP):
+    """Adds the mean of its columns, by what it is handed."""
+
+    def forward(self, x: torch.Tensor, ctx: Any = None) -> Any:
+        y = self.fc(x).relu()
+        return x + self.out(y + self.between(self, y, ctx))
+
+
+class Handing(Stack):
+    """Hands an object round, or a tensor of its own that is 0 to all layers but one."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__(lambda i: Sharing(i, EXTRAS.get(by, _weighed)), 6)
+        self.by = by
+        self.register_buffer("one", torch.eye(6)[3])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        ctx, made = Ctx(), torch.zeros(6)
+        made[3] = 1.0
+        for i, layer in enumerate(self.layers):
+            handed = {
+                "a buffer's": self.one[i],  # type: ignore[index]
+                "a constant": torch.tensor(float(i == 3)),
+                "written": made[i],
+            }
+            x = layer(x, handed.get(self.by, ctx))
+        return x
+
+
 class Checked(Stack):
     """Looks at the numbers that it is given."""
 
@@ -323,6 +383,10 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
     "a layer that is told so": (lambda: Telling("word"), (False, True)),
     "a layer by what came before": (lambda: Telling("list"), (False, True)),
     "a layer by a count": (lambda: Telling("count"), (False,)),
+    **{
+        f"a layer by its ops' {by}": (functools.partial(Handing, by), (False,))
+        for by in (*EXTRAS, "a buffer's", "a constant", "written")
+    },
 }
 
 

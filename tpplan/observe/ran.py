@@ -11,7 +11,8 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
-from tpplan.observe.trace import Numbered, Op, Trace
+from tpplan.compat import is_view
+from tpplan.observe.trace import Op, Trace
 
 
 def ran_in(traces: Iterable[Trace], paths: Collection[str]) -> dict[str, str]:
@@ -22,7 +23,8 @@ def ran_in(traces: Iterable[Trace], paths: Collection[str]) -> dict[str, str]:
     """
     found: dict[str, list[Hashable]] = {path: [] for path in paths}
     for trace in traces:
-        known = {path: _Names(trace, path) for path in paths}
+        fixed = _Fixed(trace)
+        known = {path: _Names(trace, path, fixed) for path in paths}
         around = [
             [call for call in trace.ancestors(call.index) if call.path in known]
             for call in trace.calls
@@ -33,38 +35,95 @@ def ran_in(traces: Iterable[Trace], paths: Collection[str]) -> dict[str, str]:
                 found[call.path] += [
                     x
                     for x in tree_leaves(call.given)
-                    if isinstance(x, str | bool) or (isinstance(x, int | float) and x not in own)
+                    if isinstance(x, str | bool | float) or (isinstance(x, int) and x not in own)
                 ]
         for op in trace.ops:
             for call in around[op.call]:
                 path = call.path
                 inner = trace.calls[op.call].path.removeprefix(path)
                 if trace.computed:  # how often, and on how many rows, may hang on the numbers
-                    found[path].append((op.name, inner))
+                    found[path].append((op.name, inner, *known[path].numbers_of(op)))
                 else:
                     found[path].append((op.name, inner, *known[path].of(op)))
+            fixed.follow(op)
         if trace.computed:
             found = {path: sorted(set(done), key=repr) for path, done in found.items()}
-    return {path: hashlib.sha256(repr(done).encode()).hexdigest() for path, done in found.items()}
+    return {path: _digest(done) for path, done in found.items()}
+
+
+def _digest(told: object) -> str:
+    return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
 class _Names:
-    """What a module's code calls its tensors: in the order in which it comes to them."""
+    """What a module's code calls its tensors: in the order in which it comes to them.
 
-    def __init__(self, trace: Trace, path: str) -> None:
-        self.trace, self.path = trace, path
+    Those that it has from elsewhere, and that hang on nothing that the model is given, by what
+    they are: what is 1 to one layer may be 0 to another.
+    """
+
+    def __init__(self, trace: Trace, path: str, fixed: _Fixed) -> None:
+        self.trace, self.path, self.fixed = trace, path, fixed
         self._known: dict[int, Hashable] = {}
 
     def of(self, op: Op) -> tuple[Any, ...]:
         """What an op was given, tensors by name, and what it made."""
-        given = () if op.run is None else op.run[1]
-        others = tuple(str(leaf) for leaf in tree_leaves(given) if not isinstance(leaf, Numbered))
         made = tuple(self.trace.shapes[n] for n in op.outputs)
-        return tuple(map(self._name, op.inputs)), tuple(map(self._name, op.outputs)), made, others
+        inputs = tuple(map(self._name, op.inputs))
+        return inputs, tuple(map(self._made, op.outputs)), made, tuple(map(str, op.told))
+
+    def numbers_of(self, op: Op) -> tuple[Any, ...]:
+        """The numbers among it, but for sizes and what else may be one."""
+        told = (x for x in op.told if isinstance(x, float) or (op.pointwise and x != ""))
+        inputs = (self._name(n) for n in op.inputs)
+        self._known.update(dict.fromkeys(op.outputs, 0))
+        return tuple(map(str, told)), tuple(name for name in inputs if isinstance(name, str))
 
     def _name(self, number: int) -> Hashable:
+        fixed = self.fixed
         if number not in self._known:
-            named = self.trace.parameters.get(number, self.trace.buffers.get(number))
-            name = len(self._known) if named is None else named.removeprefix(f"{self.path}.")
-            self._known[number] = name
+            named = fixed.names.get(number)
+            name = named.removeprefix(f"{self.path}.") if named is not None else fixed.of(number)
+            self._known[number] = len(self._known) if name is None else name
         return self._known[number]
+
+    def _made(self, number: int) -> Hashable:
+        if number not in self.fixed.names:
+            self._known.setdefault(number, len(self._known))
+        return self._name(number)
+
+
+class _Fixed:
+    """Tensors of which the values are there before the model is given anything.
+
+    Attributes:
+        names: of those that the model has.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        constants = {n: _digest(value) for n, value in trace.constants.items()}
+        self.names = {**trace.held, **trace.buffers, **trace.parameters}
+        self._known = {**constants, **trace.held, **trace.buffers}
+        # of what a tensor is a view, and which
+        self._views: dict[int, tuple[int, str]] = {}
+
+    def of(self, number: int) -> str | None:
+        """Equal for two tensors that are made alike, of the same; None where it hangs on more."""
+        base, way = self._views.get(number, (number, ""))
+        found = self._known.get(base)
+        return found if found is None or not way else _digest((found, way))
+
+    def follow(self, op: Op) -> None:
+        """Note what an op makes or writes."""
+        base, way = self._views.get(op.inputs[0], (op.inputs[0], "")) if op.inputs else (-1, "")
+        if base in self._known and op.run is not None and is_view(op.run[0]):
+            views = {n: _digest((way, op.name, op.told, i)) for i, n in enumerate(op.outputs)}
+            self._views.update((n, (base, view)) for n, view in views.items() if n != base)
+            return
+        given = [self.of(number) for number in op.inputs]
+        fixed = None if op.random or None in given else _digest((op.name, op.told, given))
+        for place, number in enumerate(dict.fromkeys((*op.written, *op.outputs))):
+            written = self._views.get(number, (number, ""))[0]
+            self._known.pop(written, None)
+            if fixed is not None:
+                self._known[written] = _digest((fixed, place))

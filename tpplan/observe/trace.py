@@ -13,9 +13,20 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpplan.compat import FakeTensorMode, Site, draws, quiet, running, unfused, written_by
+from tpplan.compat import (
+    FakeTensor,
+    FakeTensorMode,
+    Site,
+    draws,
+    quiet,
+    running,
+    unfused,
+    unobserved,
+    written_by,
+)
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.calls import in_float32
+from tpplan.observe.likeness import constant
 from tpplan.observe.mates import with_mates
 from tpplan.observe.untouched import by_itself
 from tpplan.places import Argument, Place, tensors_in
@@ -81,7 +92,7 @@ class Op:
     ``scaled``: whether it multiplies what it adds by a number of its own; ``run``: what it is and
     what it was given, tensors as ``Numbered``, unless it acts on each number by itself;
     ``written``: the tensors among ``inputs`` that it writes to; ``site``: the place in the code, of
-    one that is random.
+    one that is random; ``told``: what it was given, with nothing in the places of tensors.
     """
 
     name: str
@@ -94,6 +105,7 @@ class Op:
     run: tuple[Any, Any] | None = None
     written: tuple[int, ...] = ()
     site: Site = ()
+    told: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -102,8 +114,9 @@ class Trace:
 
     ``computed``: whether it was run on numbers, on which its code may hang. ``kept``: the tensors
     that modules have as attributes after it, or after a call of theirs: the module, the place among
-    these, and which. ``alone``: what was found of an op that is run on random numbers, and so of
-    all that are alike.
+    these, and which. ``held``: those that were attributes before, by their names; ``constants``:
+    those that the code has from elsewhere, by their numbers. ``alone``: what was found of an op
+    that is run on random numbers, and so of all that are alike.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -115,6 +128,8 @@ class Trace:
     buffers: dict[int, str] = field(default_factory=dict)
     computed: bool = False
     kept: list[tuple[str, Place, int]] = field(default_factory=list)
+    held: dict[int, str] = field(default_factory=dict)
+    constants: dict[int, Hashable] = field(default_factory=dict)
     alone: dict[Hashable, bool] = field(default_factory=dict, repr=False, compare=False)
 
     def ancestors(self, call: int | None) -> Iterable[Call]:
@@ -156,6 +171,9 @@ class _Recorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
         self._kept: set[tuple[str, Place | None, int | None]] = set()
+        self._held: dict[int, str] = {}
+        # what ops made, and what the model has and is given
+        self.known: set[int] = set()
 
     def number(self, tensor: torch.Tensor) -> int:
         shape = tuple(int(n) for n in tensor.shape)
@@ -177,6 +195,34 @@ class _Recorder(TorchDispatchMode):
     def numbered(self, values: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda t: Numbered(self.number(t)), values)
 
+    def note_held(self, shadow: nn.Module) -> None:
+        """What the model has before it is run: where a tensor is from, if no op made it."""
+        for name, parameter in shadow.named_parameters(remove_duplicate=False):
+            self.trace.parameters.setdefault(self.number(parameter), name)
+        for name, buffer in shadow.named_buffers():
+            self.trace.buffers[self.number(buffer)] = name
+        self.known.update(self.trace.parameters, self.trace.buffers)
+        for path, module in shadow.named_modules():
+            for name, value in attributes_of(module):
+                for place, tensor in tensors_in(value, (path, name)):
+                    self._held.setdefault(id(tensor), ".".join(map(str, place or (path, name))))
+
+    def note_constants(self, numbers: Iterable[int]) -> None:
+        """The values of what the code made of plain numbers, or has outside of the model.
+
+        Of a run on numbers not of integers, which may hang on these: how many rows there are.
+        """
+        for number in {*numbers} - self.known:
+            tensor = self._alive[number]
+            if id(tensor) in self._held:
+                self.trace.held[number] = self._held[id(tensor)]
+            elif not isinstance(tensor, FakeTensor):
+                counted = not tensor.is_floating_point() and tensor.dtype != torch.bool
+                if not (self.trace.computed and counted):
+                    with unobserved():
+                        self.trace.constants[number] = constant(tensor)
+            self.known.add(number)
+
     def note_kept(self, modules: Mapping[str, nn.Module]) -> None:
         """What modules keep of what was made: a training loop may read it, or the model's code."""
         for path, module in modules.items():
@@ -191,14 +237,29 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         written = self.numbers(written_by(func, args, kwargs))
-        inputs, pointwise = self.numbers((args, kwargs)), torch.Tag.pointwise in func.tags
+        leaves, pointwise = tree_leaves((args, kwargs)), torch.Tag.pointwise in func.tags
+        inputs = tuple(self.number(t) for t in leaves if isinstance(t, torch.Tensor))
+        told = *("" if isinstance(x, torch.Tensor) else x for x in leaves), *kwargs
+        self.note_constants(inputs)
         run = None if pointwise else (func, self.numbered((args, kwargs)))
         out = func(*args, **kwargs)
         made = self.numbers(out)
+        self.known.update(made)
         if self.stack and (made or written):
             random, scaled = draws(func, args, kwargs), kwargs.get("alpha", 1) != 1
             where = running().site if random else ()
-            called = (inputs, made, self.stack[-1], random, pointwise, scaled, run, written, where)
+            called = (
+                inputs,
+                made,
+                self.stack[-1],
+                random,
+                pointwise,
+                scaled,
+                run,
+                written,
+                where,
+                told,
+            )
             self.trace.ops.append(Op(str(func), *called))
         return out
 
@@ -228,10 +289,7 @@ def record(
     """
     recorder, own = _Recorder(), dict(shadow.named_modules())
     recorder.trace.computed = isinstance(mode, Numbers)
-    for name, parameter in shadow.named_parameters(remove_duplicate=False):
-        recorder.trace.parameters.setdefault(recorder.number(parameter), name)
-    for name, buffer in shadow.named_buffers():
-        recorder.trace.buffers[recorder.number(buffer)] = name
+    recorder.note_held(shadow)
     calls = with_mates(shadow, calls) if recorder.trace.computed else calls
     with contextlib.ExitStack() as hooks:
         for path, module in shadow.named_modules():
@@ -294,6 +352,8 @@ def _hooks(
             given=recorder.numbered((args, kwargs)),
             site=running().site,
         )
+        if call.parent is None:
+            recorder.known.update(arguments, nested)
         trace.calls.append(call)
         recorder.stack.append(call.index)
 
