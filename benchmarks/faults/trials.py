@@ -105,9 +105,11 @@ def told(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
             next(replicas).to_local().mul_(1 + rank)  # type: ignore[attr-defined]
         return model
 
-    def copied(model: nn.Module) -> nn.Module:
-        path = next(n for n, m in model.named_modules() if n.endswith("q_proj"))
-        model.set_submodule(path, copy.deepcopy(model.get_submodule(path)))
+    def recast(model: nn.Module) -> nn.Module:
+        mlp = model.get_submodule("layers.0.mlp")
+        kind = type(mlp)
+        sharded(model)
+        mlp.__class__ = kind
         return model
 
     misuses: dict[str, Callable[[nn.Module], Any]] = {
@@ -115,7 +117,7 @@ def told(mesh: DeviceMesh, case: Case, sequence_parallel: bool) -> Verdict:
         "computes something else than": lambda model: sharded(scaled(model)),
         "(input of": lambda model: scaled(sharded(model))(ids=ids),
         "(parameter) is another": lambda model: drift(sharded(model))(ids=ids),
-        "was taken out of a sharded model": lambda model: copied(sharded(model))(ids=ids),
+        "its class was replaced": lambda model: recast(model)(ids=ids),
         "the same loss": lambda model: (_weighed(sharded(model)(ids=ids)) * (1 + rank)).backward(),
     }
     for words, misuse in misuses.items():
