@@ -65,16 +65,17 @@ def require_none_replaced(container: Lowered) -> None:
         RuntimeError: where it is not, with the module's path.
     """
     for module in container.modules():
+        known = vars(module).get("_tpplan")
+        if isinstance(known, State) and not hasattr(type(module), "_tpplan_origin"):
+            raise RuntimeError(
+                f"{known.plan.path}: its class was replaced after tpplan.parallelize, and with it "
+                "what makes it a part of a sharded model: replace it before"
+            )
+        if isinstance(known, State):
+            _require_own_code(module, known)
         if not isinstance(module, Lowered):
-            if isinstance(vars(module).get("_tpplan"), State):
-                raise RuntimeError(
-                    f"{module._tpplan.plan.path}: its class was replaced after "  # type: ignore[union-attr]
-                    "tpplan.parallelize, and with it what makes it a part of a sharded model: "
-                    "replace it before"
-                )
             continue
         stream, inside = module._tpplan.stream, module._tpplan.plan.path
-        _require_own_code(module)
         in_layer = module._tpplan.plan.element is not None
         if not in_layer and module is not container:
             continue
@@ -99,9 +100,8 @@ def require_none_replaced(container: Lowered) -> None:
                 )
 
 
-def _require_own_code(module: Lowered) -> None:
+def _require_own_code(module: nn.Module, state: State) -> None:
     """That a role that stands for the module's code computes what that would now."""
-    state = module._tpplan
     if state.numbers is None:
         return
     now = numbers_of(module)

@@ -53,9 +53,9 @@ def is_own_code(module: nn.Module) -> bool:
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """What the code of a module may compute with that is no tensor and no module."""
+    """What the code of a module may compute with that is no tensor; whole numbers may be counts."""
     own = {name: value for name, value in vars(module).items() if name != "training"}
-    return {name: v for name, v in own.items() if v is None or isinstance(v, int | float | str)}
+    return {name: v for name, v in own.items() if v is None or isinstance(v, float | bool | str)}
 
 
 class Known(Protocol):
@@ -333,8 +333,9 @@ def _class_of(
         _require_no_region(roles, original, (args, kwargs))
         return original(*args, **kwargs)
 
-    new.__wrapped__ = original.__init__  # type: ignore[attr-defined]
-    made.__new__ = staticmethod(new)  # type: ignore[assignment]
+    if issubclass(made, Lowered):  # whose copies are made otherwise (``__reduce_ex__``)
+        new.__wrapped__ = original.__init__  # type: ignore[attr-defined]
+        made.__new__ = staticmethod(new)  # type: ignore[assignment]
     return made
 
 

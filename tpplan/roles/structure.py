@@ -17,7 +17,7 @@ from tpplan.roles.later import (
     require_none_replaced,
     watch_forwards,
 )
-from tpplan.roles.lowered import Lowered
+from tpplan.roles.lowered import Lowered, State
 
 _ADDED = (
     "it was added, or put in the place of another one, after tpplan.parallelize, where each rank "
@@ -40,8 +40,8 @@ class Structure:
         self._numbers = [
             (vars(m), name)
             for m in self._modules
-            if isinstance(m, Lowered)
-            for name in m._tpplan.numbers or ()
+            if isinstance(known := vars(m).get("_tpplan"), State)
+            for name in known.numbers or ()
         ]
         self._added = [p for _, p in added_to(module)]
         self._then = self._now()
