@@ -119,28 +119,35 @@ class Played:
             self._twins = self._fresh()
         return played
 
-    def may_train(self, call: Call, fixed: bool) -> Call:
+    def may_train(self, call: Call, fixed: bool) -> bool:
         """Train twice, if the model does: what it keeps of one step may count in the next only.
 
-        The second time what is inside of regions is large, and what is differentiated.
+        Both times longer than before, where it may be, and of lengths of which a rank has as many
+        rows. The second time numbers are large.
 
         Args:
             fixed: whether the rewritten model may refuse it.
 
         Returns:
-            What it was trained with, which is longer where it may be; or ``call``.
+            Whether all of that was done.
         """
-        dim = self.compiled.plan.sequence_dim
+        dim, tp = self.compiled.plan.sequence_dim, self.compiled.tp
         length = length_of(call, dim)
-        lengths = other_lengths(length, self.compiled.tp) if length else []
-        calls = {f", at length {n}": resized(call, dim, length, n) for n in lengths}
-        for where, trained in {**calls, "": call}.items():
-            scene = Scene(f"in training{where}", trained, True, optional=fixed)
-            if self.may_play(scene):
-                again = f"in training again{where}"
-                self.may_play_louder(replace(scene, what=again, objective=_OBJECTIVE))
-                return trained
-        return call
+        for n in (*(other_lengths(length, tp) if length else ()), length):
+            trained = resized(call, dim, length, n) if n != length else call
+            where = f", at length {n}" if n != length else ""
+            scene = Scene(f"in training{where}", trained, True, 1.0, frozenset(), 1 / _OBJECTIVE)
+            if self.may_play(replace(scene, optional=fixed)):
+                other = beside(n, tp) if n and tp > 1 else 0
+                likes = (resized(trained, dim, n, other), trained) if other else (trained,)
+                again = replace(scene, what=f"in training again{where}", optional=fixed)
+                return any(self.may_play_loud(again, like) for like in likes)
+        return False
+
+    def may_play_loud(self, scene: Scene, call: Call) -> bool:
+        """Take the step on large numbers, inside of regions and of what is differentiated, too."""
+        large = replace(scene, call=loud(call, LOUD), scale=LOUD, objective=_OBJECTIVE)
+        return self.may_play_louder(large)
 
     def may_play_louder(self, scene: Scene) -> bool:
         """Take the step on large numbers inside of regions, or, where code overflows, without."""
@@ -184,20 +191,13 @@ def played(
     generator = torch.Generator().manual_seed(1)
     calls = [random_ids(small, call, generator) for call in given] if draw else [*given]
     calls = [widened(drawn_where_alike(call, generator)) for call in calls]
-    dim = compiled.plan.sequence_dim
     whole = Played(small, compiled)
     for call in calls:
         if not whole.must_play(Scene("in evaluation", call)) or not whole.results[-1][0].outputs:
             raise ValueError("it gives no numbers that could be compared")
         fixed = not model.training
-        longer = whole.may_train(call, fixed)
-        # at once: no call of still another length comes between
-        length = length_of(longer, dim)
-        other = beside(length, compiled.tp) if length and compiled.tp > 1 else 0
-        for like in (resized(longer, dim, length, other), longer) if other else (longer,):
-            large = Scene("on large numbers", loud(like, LOUD), scale=LOUD)
-            if whole.may_play_louder(replace(large, objective=1 / _OBJECTIVE)):
-                break
+        if not whole.may_train(call, fixed):
+            whole.may_play_loud(Scene("on large numbers", call), call)
         asked = unsharded(small)
         fuller = with_options(model.forward, call, functools.partial(_accepts, asked))
         if fuller is not call:
