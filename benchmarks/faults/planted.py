@@ -260,7 +260,7 @@ FAULTS = (
     Fault("the rewritten model is not proved", "proof:prove", to.nothing(), "mixed columns"),
     Fault(
         "no second step in training is proved",
-        "proof.scenes:Played.may_play_louder",
+        "proof.scenes:Played.may_play_loud",
         to.nothing(),
         "second step",
     ),

@@ -136,23 +136,22 @@ class Played:
         for n in (*(other_lengths(length, tp) if length else ()), length):
             trained = resized(call, dim, length, n) if n != length else call
             where = f", at length {n}" if n != length else ""
-            scene = Scene(f"in training{where}", trained, True, 1.0, frozenset(), 1 / _OBJECTIVE)
-            if self.may_play(replace(scene, optional=fixed)):
+            scene = Scene(f"in training{where}", trained, training=True, optional=fixed)
+            if self.may_play(replace(scene, objective=1 / _OBJECTIVE)):
                 other = beside(n, tp) if n and tp > 1 else 0
                 likes = (resized(trained, dim, n, other), trained) if other else (trained,)
-                again = replace(scene, what=f"in training again{where}", optional=fixed)
-                return any(self.may_play_loud(again, like) for like in likes)
+                again = replace(scene, what=f"in training again{where}")
+                return any(self.may_play_loud(replace(again, call=like)) for like in likes)
         return False
 
-    def may_play_loud(self, scene: Scene, call: Call) -> bool:
-        """Take the step on large numbers, inside of regions and of what is differentiated, too."""
-        large = replace(scene, call=loud(call, LOUD), scale=LOUD, objective=_OBJECTIVE)
-        return self.may_play_louder(large)
+    def may_play_loud(self, scene: Scene) -> bool:
+        """Take the step on large numbers, also of what is differentiated.
 
-    def may_play_louder(self, scene: Scene) -> bool:
-        """Take the step on large numbers inside of regions, or, where code overflows, without."""
-        louder = replace(scene, louder=entries_of(self.compiled))
-        return self.may_play(louder) or self.may_play(scene)
+        And inside of regions, but where code overflows.
+        """
+        large = replace(scene, call=loud(scene.call, LOUD), scale=LOUD, objective=_OBJECTIVE)
+        louder = replace(large, louder=entries_of(self.compiled))
+        return self.may_play(louder) or self.may_play(large)
 
     def again(self, scenes: Sequence[Scene]) -> list[list[Result]]:
         """What steps give that were taken before; of one that is not finite now, nothing."""
@@ -197,7 +196,7 @@ def played(
             raise ValueError("it gives no numbers that could be compared")
         fixed = not model.training
         if not whole.may_train(call, fixed):
-            whole.may_play_loud(Scene("on large numbers", call), call)
+            whole.may_play_loud(Scene("on large numbers", call))
         asked = unsharded(small)
         fuller = with_options(model.forward, call, functools.partial(_accepts, asked))
         if fuller is not call:
