@@ -289,3 +289,35 @@ def of_class_job(mesh: DeviceMesh, sp: bool) -> Errors:
 @pytest.mark.turns(12)
 def test_code_of_a_class(ranks: Ranks, sp: bool) -> None:
     assert not beyond(ranks.run(2, of_class_job, sp), TIGHT)
+
+
+def table_job(mesh: DeviceMesh, sp: bool, style: str, name: str, value: object) -> Errors:
+    """How a table of embeddings is trained is changed after a step."""
+    model = nn.Sequential(nn.Embedding(20, WIDTH), Beside(), Beside()).double()
+    rules = {**RULES["rules"], "0": style}
+    ids = torch.randint(20, (2, 7), generator=torch.Generator().manual_seed(4))
+    tpplan.parallelize(
+        model,
+        {**RULES, "rules": rules},
+        mesh,
+        sequence_parallel=sp,
+        inputs=ids,
+        prove=False,
+    )
+    model(ids).sum().backward()
+    setattr(model[0], name, value)
+    with pytest.raises(RuntimeError, match=f"^0: its attribute '{name}' was changed"):
+        model(ids)
+    setattr(model[0], name, getattr(nn.Embedding(1, 1), name))
+    wrapped = model[0].forward
+    model[0].forward = lambda x: wrapped(x) * 2
+    model(ids)
+    return {}
+
+
+@MODES
+@pytest.mark.parametrize("style", ["vocab", "sequence_parallel"])
+@pytest.mark.parametrize(("name", "value"), [("max_norm", 1.0), ("scale_grad_by_freq", True)])
+@pytest.mark.turns(12)
+def test_table(ranks: Ranks, style: str, sp: bool, name: str, value: object) -> None:
+    ranks.run(2, table_job, sp, style, name, value)

@@ -34,6 +34,7 @@ from tpplan.roles.sequence import Spreading
 from tpplan.roles.streams import Container, Entering, InStack
 from tpplan.roles.unreached import Unreached
 from tpplan.styles import named
+from tpplan.styles.replicate import REPLICATE
 from tpplan.styles.rowwise import ROWWISE
 
 
@@ -89,7 +90,8 @@ class PlannedStyle(ParallelStyle):
             partner = partner_of(self.plan.path, module, self.plan.kernel, self.root)
             ways = self._transition(), self._entries(), partner, self._dispatch()
             state = State(self.plan, self.stream, own, *ways)
-            if fused is not None or self.plan.norm is not None:
+            table = isinstance(module, nn.Embedding) and self.plan.style != REPLICATE.name
+            if fused is not None or self.plan.norm is not None or table:
                 state.numbers = numbers_of(module)
             lower(module, roles, state, inner)
         return module

@@ -85,7 +85,7 @@ class State:
         on_locals: whether the module has local tensors in the places of its parameters now.
         watched: whether what is reduced together in it is as planned, and its hooks, found when
             first needed.
-        numbers: those of the module's own that its role computes with as they were; None where it
+        numbers: those of the module that its role computes with as they were; None where it
             runs the module's code.
         structure: what was inside it when that was last looked at.
         enters: how often something has entered it since its replaced forward began.
