@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +75,72 @@ def test_a_function_that_holds_the_model(make: Callable[[Any], Any], sp: bool) -
     first = said.partition("error: ")[2]
     assert first.startswith("finish: this function closes over ")
     assert "make it a method of the module's class" in first.partition("error:")[0]
+
+
+def _wrapped(model: Any, path: str) -> None:
+    module = model.get_submodule(path)
+    before = module.forward
+    module.forward = lambda x: before(x) * 2
+
+
+def _by_default(model: Any, path: str) -> None:
+    module = model.get_submodule(path)
+    module.forward = lambda x, before=module.forward: before(x) * 2
+
+
+def _method(model: Any, path: str) -> None:
+    module = model.get_submodule(path)
+    before = functools.partial(module.forward)
+    module.forward = types.MethodType(lambda self, x: before(x) * 2, module)
+
+
+def _hooked(model: Any, path: str) -> None:
+    model.get_submodule(path).register_forward_hook(lambda m, args, out: out + model.norm(args[0]))
+
+
+class Normed(Stack):
+    """Ends with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: Layer())
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(super().forward(x))
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+@pytest.mark.parametrize("change", [_wrapped, _by_default, _method, _hooked])
+@pytest.mark.parametrize("path", ["", "layers.0"])
+def test_a_function_around_a_forward(
+    change: Callable[[Any, str], None], path: str, sp: bool
+) -> None:
+    # in float64 copies and the model's own modules would compute the same
+    for dtype in (torch.float32, torch.float64):
+        model = Normed().to(dtype)
+        change(model, path)
+        said = refused(model, {"norm": "sequence_parallel"}, sp)
+        assert "this function closes over " in said.partition("error: ")[2].partition("error:")[0]
+
+
+SHARED: list[Any] = []
+
+
+class Global(Normed):
+    """Comes to its layers by a global name."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(SHARED[0](Stack.forward(self, x)))
+
+
+def test_a_module_that_code_comes_to_by_a_global_name() -> None:
+    model = Global().double()
+    SHARED[:] = [model.norm]
+    try:
+        said = refused(model, {"norm": "sequence_parallel"}, False)
+    finally:
+        SHARED.clear()
+    assert "norm: a copy of the model still calls this module" in said
 
 
 class Bound(Closing):

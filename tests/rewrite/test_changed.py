@@ -24,7 +24,7 @@ from tests.rewrite.life import KV_HEADS, TIGHT, WIDTH, Attention, alike, built, 
 Change = tuple[Callable[[Any], object], str, str]
 TAKEN = "was taken out of a sharded model, or copied by itself"
 ROWS = "would be given a rank's rows of the sequence"
-FORWARD = "its forward was replaced after"
+FORWARD = "its forward was replaced on the instance"
 
 
 def _copied(path: str) -> Callable[[Any], object]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compat import FakeTensorMode, NeedsValuesError, one_thread
+from tpplan.compat import FakeTensorMode, NeedsValuesError, one_thread, single_by_default
 from tpplan.compiled import CompiledPlan, Element, Spread
 from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
@@ -26,7 +26,7 @@ from tpplan.observe.untouched import as_before
 from tpplan.planner import checks, infer, stacks
 from tpplan.planner.bare import BareRegion, bare_regions
 from tpplan.planner.causes import Causes, led
-from tpplan.planner.closures import led_by_closures
+from tpplan.planner.closures import on_copies
 from tpplan.planner.complaints import Complaints
 from tpplan.planner.elements import find_elements
 from tpplan.planner.experts import block_rules, blocks, escapes, hide
@@ -72,17 +72,15 @@ def compile_plan(
     Raises:
         PlanError: with every problem found.
     """
-    with same_randomness(0), one_thread(), as_before(model) as kept:
+    with same_randomness(0), one_thread(), single_by_default(), as_before(model) as kept:
         compiler = _Compiler(model, plan, tp, sequence_parallel, ep, known or Known())
         compiler.check_structure(kernels)
         if compiler.complaints.wrong:
             compiler.check_sizes(inputs)
         compiler.complaints.stop_if_any()
-        try:
+        with on_copies(model, plan):
             compiler.examine(inputs)
             compiler.complaints.stop_if_any()
-        except PlanError as error:
-            raise led_by_closures(model, error) from error.__cause__
         return compiler.result(kept.drawn)
 
 

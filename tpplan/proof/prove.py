@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpplan.compat import one_thread, quiet, unfused
+from tpplan.compat import one_thread, quiet, single_by_default, unfused
 from tpplan.compiled import CompiledPlan
-from tpplan.language import Diagnostic, PlanError
+from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.observe.chance import same_randomness
 from tpplan.observe.untouched import by_itself, nothing_kept
-from tpplan.planner.closures import led_by_closures
+from tpplan.planner.closures import on_copies
 from tpplan.planner.known import Known
 from tpplan.planner.match import fold
 from tpplan.planner.stops import line_of, place_of, stopped_at
@@ -72,7 +72,7 @@ def prove(
     """
     if compiled.tp * compiled.ep == 1:
         return
-    with _apart(model):
+    with _apart(model, compiled.plan):
         _prove(stage(model, compiled, inputs, known or Known()), model)
 
 
@@ -90,7 +90,7 @@ def prove_once(
     failed: Exception | None = None
     staged: Staged | None = None
     try:
-        with _apart(model):
+        with _apart(model, compiled.plan):
             staged = stage(model, compiled, inputs, Known())
             if not any(mesh.get_coordinate() or ()):
                 _prove(staged, model)
@@ -100,20 +100,20 @@ def prove_once(
     told: list[Diagnostic] | None = broadcast(own, mesh)
     if told is not None:
         raise PlanError(told)
-    with _apart(model):
+    with _apart(model, compiled.plan):
         require_alike(staged, failed, mesh)
 
 
 @contextlib.contextmanager
-def _apart(model: nn.Module) -> Iterator[None]:
+def _apart(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Within it, code of ``model`` runs as in no other place, and leaves nothing behind."""
     wide = (torch.float64, torch.complex128)
     kept = nothing_kept(model, lambda t: t.dtype in wide)
-    with same_randomness(0), one_thread(), kept, quiet(), unfused():
-        try:
-            yield
-        except PlanError as error:
-            raise led_by_closures(model, error) from error.__cause__
+    alone = single_by_default(), kept, quiet(), unfused(), on_copies(model, plan)
+    with same_randomness(0), one_thread(), contextlib.ExitStack() as stack:
+        for each in alone:
+            stack.enter_context(each)
+        yield
 
 
 def _prove(staged: Staged, model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpplan.compat import single_by_default
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.observe.calls import Call, calls_for, in_float32, random_ids, routed
@@ -25,6 +26,7 @@ from tpplan.observe.examples import cannot_run
 from tpplan.observe.shadow import not_copied
 from tpplan.observe.untouched import as_before
 from tpplan.planner import compile_plan
+from tpplan.planner.closures import on_copies
 from tpplan.planner.match import match
 from tpplan.proof.exact import exact, widened
 from tpplan.proof.floor import floor_of
@@ -180,7 +182,7 @@ def verify(
     if sequence_parallel is None and (not plan.sequence_parallel or (tp == 1 and ep > 1)):
         modes = [False]
     how = plan, tp, inputs, ep
-    with as_before(made):
+    with as_before(made), single_by_default(), on_copies(made, plan):
         references = references_of(made, inputs, seed, mixture)
         checks = tuple(
             _check(reference, how, mode, processes, tolerance)

@@ -215,9 +215,10 @@ class Forward:
         out = self.forward(*args, **kwargs)
         if not state.enters and ledger.sent != before:
             raise RuntimeError(
-                f"{state.plan.path}: its forward was replaced after tpplan.parallelize by one that "
-                "does not call it, so that what enters its sharded layers is not gathered, and "
-                "each rank has a part of its gradient: replace it before, or on the class"
+                f"{state.plan.path}: its forward was replaced on the instance by one that does not "
+                "call tpplan's, so that what enters its sharded layers is not gathered, and each "
+                "rank has a part of its gradient: replace it on the class, before "
+                "tpplan.parallelize"
             )
         return out
 
