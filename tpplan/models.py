@@ -33,12 +33,13 @@ class ModelError(ValueError):
     """The model that was named cannot be built."""
 
 
-def build(source: str) -> nn.Module:
+def build(source: str, dtype: torch.dtype | None = None) -> nn.Module:
     """A model on the meta device.
 
     Args:
         source: a transformers ``config.json``, a folder with one, or ``package.module:factory``,
             a function without arguments that returns an ``nn.Module``.
+        dtype: of a config that states none; None for torch's default.
 
     Raises:
         ModelError: saying what is missing.
@@ -47,7 +48,7 @@ def build(source: str) -> nn.Module:
     if path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json" or path.is_file():
-        return _from_config(path)
+        return _from_config(path, dtype)
     if ":" in source:
         return _from_factory(source)
     raise ModelError(
@@ -78,7 +79,7 @@ def _from_factory(source: str) -> nn.Module:
     return model
 
 
-def _from_config(path: Path) -> nn.Module:
+def _from_config(path: Path, dtype: torch.dtype | None) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
@@ -90,6 +91,8 @@ def _from_config(path: Path) -> nn.Module:
     if not isinstance(content, dict) or "model_type" not in content:
         raise ModelError(f"'{path}' is not a transformers config: it has no model_type")
     kind = content.pop("model_type")
+    if not content.get("dtype") and not content.get("torch_dtype"):
+        content["dtype"] = dtype
     try:
         config: Any = transformers.AutoConfig.for_model(kind, **content)
         architectures = content.get("architectures") or []

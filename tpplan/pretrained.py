@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpplan.api import parallelize
 from tpplan.checkpoint import load_checkpoint
+from tpplan.checkpoint.files import CheckpointError, stored_in
 from tpplan.checkpoint.initial import Initial
 from tpplan.models import ModelError, build
 from tpplan.observe.caches import no_fakes_kept
@@ -35,6 +36,7 @@ def from_pretrained(
     adapt: Callable[[nn.Module], nn.Module] | None = None,
     inputs: Any = None,
     prove: bool = True,
+    strict: bool = True,
 ) -> nn.Module:
     """A transformers model of a folder with ``config.json`` and safetensors files, sharded.
 
@@ -65,9 +67,9 @@ def from_pretrained(
         if isinstance(made, Initial):
             made.fill()
         return model.eval()
-    model = _adapted(build(str(path_or_config)), adapt)
+    model = _adapted(build(str(path_or_config), _dtype_in(Path(path_or_config))), adapt)
     parallelize(model, *how, inputs=inputs, prove=prove)
-    load_checkpoint(model, path_or_config)
+    load_checkpoint(model, path_or_config, strict)
     _read_generation(adapted_model(model), Path(path_or_config))
     return model.eval()
 
@@ -120,6 +122,15 @@ def _class_of(config: Any) -> Any:
 
     named = (getattr(transformers, name, None) for name in config.architectures or ())
     return next((found for found in named if found), transformers.AutoModelForCausalLM.from_config)
+
+
+def _dtype_in(folder: Path) -> torch.dtype | None:
+    """Of the first numbers in the files, as transformers takes it."""
+    try:
+        dtypes = [stored.dtype for stored in stored_in(folder).values()]
+    except CheckpointError:  # which is said when they are read
+        return None
+    return next((d for d in dtypes if d.is_floating_point and d.itemsize > 1), None)
 
 
 def _read_generation(model: Any, folder: Path) -> None:

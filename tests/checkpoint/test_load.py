@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -135,6 +135,75 @@ def test_everything_that_is_wrong_is_said(tmp_path: Path) -> None:
         "unexpected: more (2,)",
     )
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def test_one_tensor_of_the_model_and_two_of_the_file(tmp_path: Path) -> None:
+    reference = Small()
+    tensors = {n: t.clone() for n, t in reference.state_dict().items()}
+    save_file(tensors, tmp_path / "both")
+    load_checkpoint(model := Small(), tmp_path / "both")
+    assert torch.equal(model.last.weight, reference.first.weight)
+    tensors["last.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / "others")
+    with pytest.raises(tpplan.CheckpointError) as caught:
+        load_checkpoint(model, tmp_path / "others", strict=False)
+    (problem,) = caught.value.problems
+    assert problem.startswith("two for one: first.weight and last.weight differ, and the model has")
+    assert torch.equal(model.last.weight, reference.first.weight)
+
+
+def test_what_is_left_out(tmp_path: Path) -> None:
+    path = saved(tmp_path, reference := Small(), **{"first.bias": None, "more": torch.zeros(2)})
+    model = Small()
+    before = model.first.bias.clone()
+    with pytest.warns(UserWarning, match="(?s)loaded but for.*missing: first.bias .*unexp.*: more"):
+        load_checkpoint(model, path, strict=False)
+    assert torch.equal(model.first.bias, before)
+    assert torch.equal(model.first.weight, reference.first.weight)
+    with torch.device("meta"):
+        blank = Small()
+    with pytest.raises(tpplan.CheckpointError, match=r"no values: first\.bias is on the meta"):
+        load_checkpoint(blank, path, strict=False)
+
+
+GPT2, LLAMA, BART = (
+    {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 31},
+    {**CASES["llama 2"][2], "num_hidden_layers": 1},
+    {
+        "d_model": 16,
+        "vocab_size": 31,
+        **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+        **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+        **{f"{side}_ffn_dim": 16 for side in ("encoder", "decoder")},
+    },
+)
+MASK = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8)}
+FREQUENCIES = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+VERSION = {"model.encoder.version": torch.ones(1)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "more", "less"),
+    [
+        ("GPT2LMHead", GPT2, MASK, ""),
+        ("LlamaForCausalLM", LLAMA, FREQUENCIES, ""),
+        ("BartForConditionalGeneration", BART, VERSION, "final_logits_bias"),
+    ],
+)
+def test_what_transformers_knows_of_its_files(
+    tmp_path: Path, kind: str, sizes: dict[str, int], more: dict[str, torch.Tensor], less: str
+) -> None:
+    import transformers
+
+    cls = getattr(transformers, f"{kind}Model" if kind.endswith("Head") else kind)
+    reference = cls(cls.config_class(**sizes))
+    reference.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    held = {n: t for n, t in load_file(path).items() if n != less}
+    save_file({**held, **more}, path, {"format": "pt"})
+    model = tpplan.from_pretrained(tmp_path, prove=False)
+    state = model.state_dict()
+    assert all(torch.equal(t, state[n]) for n, t in reference.state_dict().items())
 
 
 def test_a_buffer_without_values(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -119,3 +120,13 @@ def test_one_process(tmp_path: Path) -> None:
     model = tpplan.from_pretrained(tmp_path)
     state = model.state_dict()
     assert all(torch.equal(t, state[n]) for n, t in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("stated", [None, "float32", "bfloat16"])
+def test_the_dtype_of_the_config_or_of_the_files(tmp_path: Path, stated: str | None) -> None:
+    built("llama 2").bfloat16().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": stated}))
+    model: Any = tpplan.from_pretrained(tmp_path)
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, stated or "bfloat16")}
+    assert model.config.dtype == getattr(torch, stated or "bfloat16")

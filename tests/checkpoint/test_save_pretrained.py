@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -58,6 +59,22 @@ def failing_job(mesh: DeviceMesh) -> Errors:
     model = sharded("llama 2", built("llama 2"), mesh["tp"], True)
     with pytest.raises(ValueError, match="the model was not saved: rank 0 stopped with"):
         model.save_pretrained(shared_folder(), max_shard_size="much")
+    cpu = torch.Tensor.cpu
+
+    def full(self: torch.Tensor) -> torch.Tensor:
+        if mesh.get_rank() == 0 and self.is_floating_point():
+            raise RuntimeError("no more memory")
+        return cpu(self)
+
+    torch.Tensor.cpu = full  # type: ignore[method-assign, assignment]
+    try:
+        with pytest.raises(ValueError, match="rank 0 stopped with RuntimeError: no more memory"):
+            model.save_pretrained(shared_folder())
+    finally:
+        torch.Tensor.cpu = cpu  # type: ignore[method-assign]
+    blank = sharded("llama 2", built("llama 2", device="meta"), mesh["tp"], True)
+    with pytest.raises(ValueError, match="is on the meta device: it has no numbers to save"):
+        blank.save_pretrained(shared_folder())
     return {}
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+import tpplan
 from benchmarks import zoo
 from tests.compare import Errors, Findings, beyond, error, same
 from tests.ranks import Ranks
@@ -77,3 +78,10 @@ def ties_job(mesh: DeviceMesh, sp: bool) -> str:
 def test_ranks_that_route_otherwise(ranks: Ranks, sp: bool) -> None:
     for said in ranks.run(2, ties_job, sp):
         assert "model.layers.1.mlp.experts: rank 1 of the tensor-parallel group sends" in said
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["TP", "TP+SP"])
+def test_after_a_call_for_hidden_states(sp: bool) -> None:
+    model = zoo.tiny("mixtral")
+    model(input_ids=torch.ones(1, 4, dtype=torch.long), output_hidden_states=True)  # type: ignore[operator]
+    assert tpplan.check(model, "auto", 2, sp).sequence_parallel is sp

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import nn
 
 
-def recomputed(model: nn.Module) -> tuple[Mapping[str, torch.Tensor], list[str]]:
+def recomputed(
+    model: nn.Module, left: Container[str] = ()
+) -> tuple[Mapping[str, torch.Tensor], list[str]]:
     """Values of the buffers that ``state_dict`` leaves out, and the names of those without.
 
     Models of transformers know how to make theirs (rotary frequencies, causal masks): each of the
     modules that hold such is initialized as they do it, twice, from different numbers; what is
-    the same both times was computed.
+    the same both times was computed. ``left``: those that ``state_dict`` has and no file does.
     """
     kept = model.state_dict(keep_vars=True)
     values: dict[str, torch.Tensor] = {}
@@ -25,7 +27,7 @@ def recomputed(model: nn.Module) -> tuple[Mapping[str, torch.Tensor], list[str]]
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer.is_meta
         }
-        names = {name: full for name, full in names.items() if full not in kept}
+        names = {name: full for name, full in names.items() if full not in kept or full in left}
         found = _initialized(model, module) if names else {}
         for name, full in names.items():
             if name in found:

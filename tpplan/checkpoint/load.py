@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Container, Iterable, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,16 +15,13 @@ from torch.distributed.tensor import DTensor
 from tpplan.checkpoint.buffers import recomputed
 from tpplan.checkpoint.distributed import Kept, fill, is_distributed, kept_in
 from tpplan.checkpoint.files import CheckpointError, stored_in
+from tpplan.checkpoint.matching import called, matched
 from tpplan.checkpoint.merged import Merged, as_the_model_has_them
 from tpplan.checkpoint.parts import chunks_of
 from tpplan.progress import Progress
-from tpplan.wrapping import adapted_model, wrapping_of
+from tpplan.wrapping import adapted_model
 
 _SHOWN = 20
-_UNMADE = (
-    "no values: {} is an adapter's, on the meta device, and in no checkpoint of the model that was "
-    "adapted: add the adapters in tpplan.from_pretrained(path, adapt=...)"
-)
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Loaded:
     tensors: int
 
 
-def load_checkpoint(model: nn.Module, path: str | Path) -> Loaded:
+def load_checkpoint(model: nn.Module, path: str | Path, strict: bool = True) -> Loaded:
     """Fill ``model`` from a safetensors file, or a folder as transformers writes it, or DCP.
 
     Of a folder of ``torch.distributed.checkpoint`` what was saved of the model is read, whether it
@@ -49,7 +47,12 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> Loaded:
     holds no more than one tensor's part besides. What is on the meta device gets memory first,
     after everything was checked; floating numbers are converted to the model's dtype. Of a model
     with peft's adapters it may be the checkpoint of the model that was adapted: the adapters stay
-    as they are. Nothing is sent: ranks call it alone or together.
+    as they are. What transformers knows to be in files or to lack in them is no error. Nothing is
+    sent: ranks call it alone or together.
+
+    Args:
+        strict: whether what is missing or unexpected otherwise is an error; else it is left as it
+            is, with a warning.
 
     Raises:
         CheckpointError: with all that is missing, unexpected, or of another shape or kind, and
@@ -57,11 +60,11 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> Loaded:
     """
     path = Path(path)
     if is_distributed(path):
-        return _load_distributed(model, path)
+        return _load_distributed(model, path, strict)
     files = stored_in(path)
-    called = _called(model, files)
-    stored = as_the_model_has_them(adapted_model(model), called.values(), files)
-    places = _prepared(model, stored, path, called)
+    known = called(model, files)
+    stored = as_the_model_has_them(adapted_model(model), known.values(), files)
+    places = _prepared(model, stored, path, known, strict)
     wanted = model.state_dict(keep_vars=True)
     bytes_read = 0
     with _progress(f"reading {path}") as progress:
@@ -73,10 +76,10 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> Loaded:
     return Loaded(bytes_read, len(places))
 
 
-def _load_distributed(model: nn.Module, path: Path) -> Loaded:
+def _load_distributed(model: nn.Module, path: Path, strict: bool) -> Loaded:
     kept = kept_in(path, model.state_dict())
     wanted = model.state_dict()
-    places = _prepared(model, kept, path, {name: name for name in wanted})
+    places = _prepared(model, kept, path, {name: name for name in wanted}, strict)
     wanted = model.state_dict()
     fill(path, {kept[source].key: wanted[names[0]] for names, source in places.items()})
     held = (
@@ -87,108 +90,43 @@ def _load_distributed(model: nn.Module, path: Path) -> Loaded:
     return Loaded(sum(held), len(places))
 
 
-def _called(model: nn.Module, files: Container[str]) -> dict[str, str]:
-    """The names of a model's tensors -> those that the model has for them whose files these are.
-
-    That is the model itself, or the one that peft adapted, which has none for what peft added.
-    """
-    names = list(model.state_dict())
-    wrapping = wrapping_of(model)
-    if not wrapping.held or any(name in files for name in names):
-        return {name: name for name in names}
-    before = ((name, wrapping.before(name)) for name in names)
-    return {name: called for name, called in before if called is not None}
-
-
 def _prepared(
     model: nn.Module,
     stored: Mapping[str, Merged | Kept],
     path: Path,
-    called: Mapping[str, str],
+    names: Mapping[str, str],
+    strict: bool,
 ) -> dict[tuple[str, ...], str]:
-    """``_matched``, and then memory for what is on the meta device, buffers with their values."""
-    computed, lost = recomputed(model)
-    places = _matched(model, stored, path, lost, called)
-    materialize(model)
-    for name, value in computed.items():
-        model.get_buffer(name).copy_(value)
-    return places
-
-
-def _matched(
-    model: nn.Module,
-    stored: Mapping[str, Merged | Kept],
-    path: Path,
-    lost: Iterable[str],
-    called: Mapping[str, str],
-) -> dict[tuple[str, ...], str]:
-    """The names that each tensor of the model has -> the one that it is stored under.
-
-    Args:
-        lost: buffers that nobody has values for.
-        called: what ``_called`` says; what it does not name keeps the values that it has.
-    """
-    tied: dict[int, tuple[str, ...]] = {}
-    wanted: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor):
-            tied[id(tensor)] = (*tied.get(id(tensor), ()), name)
-            wanted[name] = tensor
-    prefix = _prefix(adapted_model(model), called.values(), stored)
-    places, problems, used = {}, [], set()
-    for names in tied.values():
-        sought = [prefix(called[name]) for name in names if name in called]
-        source = next((name for name in sought if name in stored), None)
-        used.update(sought)
-        tensor = wanted[names[0]]
-        if not sought:
-            if tensor.is_meta:
-                problems.append(_UNMADE.format(names[0]))
-        elif source is None:
-            problems.append(f"missing: {names[0]} {tuple(tensor.shape)}")
-        elif stored[source].shape != tuple(tensor.shape):
-            shapes = f"{stored[source].shape}, the model's is {tuple(tensor.shape)}"
-            problems.append(f"another shape: {source} is {shapes}")
-        elif _kind(stored[source].dtype) != _kind(tensor.dtype):
-            kinds = f"{stored[source].dtype}, the model's is {tensor.dtype}"
-            problems.append(f"another dtype: {source} is {kinds}")
-        else:
-            places[names] = source
-    unused = sorted(stored.keys() - used)
-    problems += [f"unexpected: {name} {stored[name].shape}" for name in unused]
+    """Where everything is, and then memory for what is on meta, buffers with their values."""
+    found = matched(model, stored, names)
+    computed, lost = recomputed(model, found.left)
+    missing = [f"missing: {name} {tuple(t.shape)}" for name, t in found.lacking.items()]
+    excess = [f"unexpected: {name} {stored[name].shape}" for name in found.excess]
+    problems = [*found.problems, *(missing + excess if strict else ())]
     problems += [
         f"no values: the buffer {name} is on the meta device and in no checkpoint: compute it first"
         for name in lost
     ]
+    blank = {**found.left, **({} if strict else found.lacking)}
+    problems += [
+        f"no values: {name} is on the meta device and in no checkpoint"
+        for name, tensor in blank.items()
+        if tensor.is_meta and name not in computed and name not in lost
+    ]
     if problems:
-        more = len(problems) - _SHOWN
-        raise CheckpointError(path, problems[:_SHOWN] + [f"and {more} more"] * (more > 0))
-    return places
+        raise CheckpointError(path, _shown(problems))
+    if missing + excess:
+        text = "\n".join([f"{path}: loaded but for", *_shown(missing + excess)])
+        warnings.warn(text, stacklevel=3)
+    materialize(model)
+    for name, value in computed.items():
+        model.get_buffer(name).copy_(value)
+    return found.places
 
 
-def _prefix(model: nn.Module, wanted: Iterable[str], stored: Iterable[str]) -> _Renamed:
-    """Files of a base model lack the name that a model with a head has for it, or have it."""
-    base, held = f"{getattr(model, 'base_model_prefix', '')}.", set(stored)
-    names = list(wanted)
-    if base == "." or any(name in held for name in names):
-        return _Renamed("", "")
-    if any(name.removeprefix(base) in held for name in names):
-        return _Renamed(base, "")
-    return _Renamed("", base)
-
-
-@dataclass(frozen=True)
-class _Renamed:
-    less: str
-    more: str
-
-    def __call__(self, name: str) -> str:
-        return self.more + name.removeprefix(self.less)
-
-
-def _kind(dtype: torch.dtype) -> object:
-    """Dtypes among which numbers are converted; each other one is by itself."""
-    return "floating" if dtype.is_floating_point else dtype
+def _shown(problems: list[str]) -> list[str]:
+    more = len(problems) - _SHOWN
+    return problems[:_SHOWN] + [f"and {more} more"] * (more > 0)
 
 
 def materialize(model: nn.Module) -> None:

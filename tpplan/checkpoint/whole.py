@@ -38,7 +38,11 @@ def teach_saving(kind: type[nn.Module]) -> None:
         if not any(isinstance(p, DTensor) for p in self.parameters()):
             save(self, save_directory, is_main_process, state_dict, *args, **kwargs)
             return
-        whole = whole_state(self.state_dict() if state_dict is None else state_dict)
+        failure = "the model was not saved"
+        whole: dict[str, Any] = {}
+
+        def gather() -> None:
+            whole.update(whole_state(self.state_dict() if state_dict is None else state_dict))
 
         def write() -> None:
             # of which transformers would take that it is to gather, on every rank
@@ -50,7 +54,8 @@ def teach_saving(kind: type[nn.Module]) -> None:
                 if sizes is not None:
                     config.distributed_config = sizes
 
-        together(write, "the model was not saved", first_only=True)
+        together(gather, failure)
+        together(write, failure, first_only=True)
 
     setattr(kind, _TAUGHT, save)
     kind.save_pretrained = taught  # type: ignore[attr-defined]
@@ -62,16 +67,34 @@ def whole_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Every rank calls it with the tensors that it holds; which are wanted is for the first to say.
     What is one tensor under several names stays one.
+
+    Raises:
+        ValueError: where one is on the meta device.
+        RuntimeError: on the first rank, where its memory does not hold them: after the others are
+            through, who would wait for it.
     """
+    if (
+        name := next((n for n, t in state.items() if getattr(t, "is_meta", False)), None)
+    ) is not None:
+        raise ValueError(f"{name} is on the meta device: it has no numbers to save")
+    failed: Exception | None = None
     whole: dict[Hashable, torch.Tensor] = {}
     found: dict[str, Any] = {}
     for name, place in from_first([(name, _place(name, value)) for name, value in state.items()]):
         value = state.get(name)  # others have none where the first has it whole already
         if isinstance(value, DTensor) and place not in whole:
             gathered = value.full_tensor()
-            whole[place] = _apart(gathered.cpu()) if is_first() else gathered.new_empty(0)
+            whole[place] = gathered.new_empty(0)
+            if is_first() and failed is None:
+                try:
+                    whole[place] = _apart(gathered.cpu())
+                except RuntimeError as error:
+                    failed = error
+                    whole = dict.fromkeys(whole, gathered.new_empty(0))
         if is_first():
             found[name] = whole.get(place, value)
+    if failed is not None:
+        raise failed
     return found
 
 

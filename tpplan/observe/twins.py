@@ -16,6 +16,9 @@ from tpplan.observe.untouched import by_itself
 
 Shapes = Callable[[nn.Parameter], tuple[int, ...]]
 Drawn = Callable[[tuple[int, ...]], torch.Tensor]
+# by which transformers (utils/output_capturing.py) knows that its own hooks are there, which it
+# puts on at the first call that asks for hidden states or for what routers gave
+_CAPTURING = "_output_capturing_hooks_installed"
 
 
 def twin_of(
@@ -68,6 +71,7 @@ def without_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             hooks.clear()
+        vars(module).pop(_CAPTURING, None)
 
 
 def buffer_like(
