@@ -214,24 +214,64 @@ def test_ops(rows: Rows) -> None:
     assert not compat.simulate(SIZE, job)[0]
 
 
-def test_writes_through_views_are_refused() -> None:
-    writes: dict[str, Op] = {
-        "a row": lambda p: p[0].fill_(1),
-        "set rows": lambda p: p.__setitem__(slice(0, 2), 0.0),
-        "transposed": lambda p: p.t().mul_(2),
-        "flattened": lambda p: p.view(-1).zero_(),
-        "a chunk": lambda p: p.chunk(3)[1].add_(1),
-        "a view of a view": lambda p: p[2:9].t()[0].add_(1),
-        "a list": lambda p: torch._foreach_zero_([p[0], p[1]]),
-        "out": lambda p: torch.clamp(p[0], 0, 1, out=p[1]),
-    }
+VIEWED: dict[str, Op] = {
+    "a row": lambda p: p[0].fill_(1),
+    "set rows": lambda p: p.__setitem__(slice(0, 2), 0.0),
+    "set by a mask": lambda p: p.__setitem__(p > 0, 0.0),
+    "transposed": lambda p: p.t().mul_(2),
+    "flattened": lambda p: p.view(-1).zero_(),
+    "a chunk": lambda p: p.chunk(3)[1].add_(1),
+    "a view of a view": lambda p: p[2:9].t()[0].add_(1),
+    "out": lambda p: torch.clamp(p[0], 0, 1, out=p[1]),
+    "of a copy": lambda p: p.copy_(p.clone().t().div_(3).t()),
+    "twice": lambda p: [view.add_(1) for view in [p[3]] for _ in range(2)],
+    "one after the other": lambda p: [p[i].mul_(i + 2) for i in range(4)],
+    "views of one": lambda p: [chunk.mul_(2) for chunk in p.split(2)],
+}
+LOST: dict[str, Op] = {
+    "changed since": lambda p: (lambda view: (p.mul_(1), view.zero_()))(p[0]),
+    "changed in a list": lambda p: (lambda view: (torch._foreach_mul_([p], 2), view.zero_()))(p[0]),
+    "changed by another view": lambda p: [view.mul_(2) for view in (p[0], p[1])],
+    "changed together": lambda p: torch._foreach_zero_([p[0], p[1]]),
+}
 
+
+@pytest.mark.parametrize("rows", KINDS.values(), ids=KINDS)
+def test_writes_through_views(rows: Rows) -> None:
     def job(mesh: DeviceMesh) -> None:
-        for name, write in writes.items():
-            p, _ = pair(mesh, GROUPED)
+        for name, write in VIEWED.items():
+            p, _ = pair(mesh, rows)
+            write(p)
+            whole = values(0)
+            write(whole)
+            assert torch.equal(p.full_tensor(), whole), name
+        for write in LOST.values():
+            p, _ = pair(mesh, rows)
             with pytest.raises(RuntimeError, match="would be lost"):
                 write(p)
-            assert torch.equal(p.full_tensor(), values(0)), name
+        p = torch.nn.Parameter(pair(mesh, rows)[0])
+        with pytest.raises(RuntimeError, match=r"leaf Variable|would be lost"):
+            p[0].zero_()
+        with torch.no_grad():
+            p[0].zero_()
+        assert not p.full_tensor()[0].any()  # type: ignore[attr-defined]
+
+    compat.simulate(SIZE, job)
+
+
+def test_muon() -> None:
+    """Which writes to the transpose of a copy of a tall gradient."""
+
+    def job(mesh: DeviceMesh) -> None:
+        for rows in KINDS.values():
+            ours, whole = nn.Parameter(pair(mesh, rows)[0]), nn.Parameter(values(0))
+            for p in (ours, whole):
+                p.grad = p.detach().sin()
+                optimizer = torch.optim.Muon([p], lr=0.1, weight_decay=0.1)
+                optimizer.step()
+                optimizer.step()
+            assert not torch.equal(whole, values(0))
+            assert torch.equal(ours.full_tensor(), whole)  # type: ignore[attr-defined]
 
     compat.simulate(SIZE, job)
 

@@ -2,7 +2,7 @@
 
 Optimizers, clipping and conversions work on the local rows as they are; a norm counts every row
 once, however many ranks hold it; all else sees the whole tensor in its original order. What writes
-to the whole tensor writes its rows back; a write through a view of it, which would be lost, raises.
+to the whole tensor, or to a view of it, writes its rows back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tpplan.comm.placements import (
     ranges_of,
     tp_rank,
 )
-from tpplan.comm.view import as_views
+from tpplan.comm.view import Gathered, as_views
 from tpplan.layout import Rows
 
 _LOCAL = frozenset(
@@ -274,7 +274,8 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
         return t
 
     out = tree_map(back, out)
-    return as_views(out) if compat.is_view(func) and not written else out
+    seen = compat.is_view(func) and not written
+    return as_views(out, Gathered(*next(iter(wholes.values())))) if seen else out
 
 
 def _matched(t: Any, origin: Any) -> Any:
