@@ -85,8 +85,9 @@ from tpplan.compat.tensors import spec_of as spec_of
 from tpplan.compat.tensors import tangents_of as tangents_of
 from tpplan.compat.tensors import unflattened as unflattened
 from tpplan.compat.threads import one_thread as one_thread
-from tpplan.compat.threads import single_by_default as single_by_default
 from tpplan.compat.worlds import fake_world as fake_world
 from tpplan.compat.worlds import is_simulated as is_simulated
 from tpplan.compat.worlds import mesh_of_all as mesh_of_all
 from tpplan.compat.worlds import simulate as simulate
+from tpplan.compat.written import as_written as as_written
+from tpplan.compat.written import uncompiled as uncompiled

@@ -21,17 +21,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def single_by_default() -> Iterator[None]:
-    """Within it, tensors made without a word of their dtype are of float32, as by torch's default.
-
-    Copies that stand in for a model are: code that makes a tensor for them is to make the same.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

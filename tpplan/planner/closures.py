@@ -10,6 +10,7 @@ import contextlib
 import functools
 import threading
 import types
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -41,7 +42,9 @@ def on_copies(model: nn.Module, plan: Plan) -> Iterator[None]:
 
     handle = register_module_forward_pre_hook(note)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
+            yield
     except PlanError as error:
         known = {d.message for d in error.diagnostics}
         found = _led_back(model, plan, inside, called)
@@ -66,7 +69,9 @@ def _led_back(
         for name, value in vars(module).items():
             hooks = name.endswith("_hooks")
             held = _held(value.values() if hooks else [value], inside)
-            if held is None or (hooks and not called):
+            # torch.compile's own closure is made anew in a copy
+            compiled = "_orig_mod" in module._modules
+            if held is None or ((hooks or compiled) and not called):
                 continue
             whole, what = f"{path}.{name}".lstrip("."), inside[id(held)] or "the model itself"
             message = (

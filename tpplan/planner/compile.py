@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tpplan.compat import FakeTensorMode, NeedsValuesError, one_thread, single_by_default
+from tpplan.compat import FakeTensorMode, NeedsValuesError, as_written
 from tpplan.compiled import CompiledPlan, Element, Spread
 from tpplan.language import Diagnostic, Plan, PlanError, Position, Rule
 from tpplan.observe.caches import no_fakes_kept
@@ -72,7 +72,7 @@ def compile_plan(
     Raises:
         PlanError: with every problem found.
     """
-    with same_randomness(0), one_thread(), single_by_default(), as_before(model) as kept:
+    with same_randomness(0), as_written(), as_before(model) as kept:
         compiler = _Compiler(model, plan, tp, sequence_parallel, ep, known or Known())
         compiler.check_structure(kernels)
         if compiler.complaints.wrong:

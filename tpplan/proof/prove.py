@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpplan.compat import one_thread, quiet, single_by_default, unfused
+from tpplan.compat import as_written, quiet, unfused
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.observe.chance import same_randomness
@@ -109,10 +109,7 @@ def _apart(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Within it, code of ``model`` runs as in no other place, and leaves nothing behind."""
     wide = (torch.float64, torch.complex128)
     kept = nothing_kept(model, lambda t: t.dtype in wide)
-    alone = single_by_default(), kept, quiet(), unfused(), on_copies(model, plan)
-    with same_randomness(0), one_thread(), contextlib.ExitStack() as stack:
-        for each in alone:
-            stack.enter_context(each)
+    with same_randomness(0), as_written(), kept, quiet(), unfused(), on_copies(model, plan):
         yield
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpplan.compat import single_by_default
+from tpplan.compat import as_written
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.observe.calls import Call, calls_for, in_float32, random_ids, routed
@@ -182,7 +182,7 @@ def verify(
     if sequence_parallel is None and (not plan.sequence_parallel or (tp == 1 and ep > 1)):
         modes = [False]
     how = plan, tp, inputs, ep
-    with as_before(made), single_by_default(), on_copies(made, plan):
+    with as_before(made), as_written(), on_copies(made, plan):
         references = references_of(made, inputs, seed, mixture)
         checks = tuple(
             _check(reference, how, mode, processes, tolerance)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpplan.comm import Observer, Site
-from tpplan.compat import FakeTensorMode, NeedsValuesError, quiet
+from tpplan.compat import FakeTensorMode, NeedsValuesError, quiet, uncompiled
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.calls import calls_for
@@ -51,7 +51,7 @@ def rehearse(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shadow = shadow_of(model, mode).eval()
-    with nothing_kept(model), mode, quiet():
+    with nothing_kept(model), mode, quiet(), uncompiled():
         # where the shards will be
         calls = fake_inputs(mode, calls_for(model, inputs), device=mesh.device_type)
         apply(shadow, compiled, mesh, src_data_rank=None)

@@ -19,7 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 from tpplan.comm.meshes import ep_of, tp_of
 from tpplan.comm.pace import Pace
-from tpplan.compat import FakeTensorMode, NeedsValuesError, answers, fake_world, quiet, uncached
+from tpplan.compat import (
+    FakeTensorMode,
+    NeedsValuesError,
+    answers,
+    fake_world,
+    quiet,
+    uncached,
+    uncompiled,
+)
 from tpplan.compiled import CompiledPlan
 from tpplan.language import Diagnostic, PlanError
 from tpplan.observe.calls import Call
@@ -130,6 +138,7 @@ def _executed(
         dimensions = {} if mesh is None else _dimensions(mesh, compiled)
         tracker = Tracker(shadow, lists, dimensions, EACH if spread else ())
         stack.enter_context(quiet())
+        stack.enter_context(uncompiled())
         stack.enter_context(RealValues(spread))
         stack.enter_context(tracker)
         stack.enter_context(uncached(mode))  # the tracker asks for the like once
