@@ -43,7 +43,7 @@ def on_copies(model: nn.Module, plan: Plan) -> Iterator[None]:
     handle = register_module_forward_pre_hook(note)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
+            warnings.filterwarnings("ignore", r"Using `torch\.compile")
             yield
     except PlanError as error:
         known = {d.message for d in error.diagnostics}
