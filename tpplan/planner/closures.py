@@ -20,6 +20,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from tpplan.language import Diagnostic, Plan, PlanError
 from tpplan.observe.reading import filled
 
+# torch says that a compiled module runs hooks on all modules twice
+_OF_HOOKS = r"Using `torch\.compile"
 _HINT = "make it a method of the module's class, or give it what it uses as an argument"
 
 
@@ -43,7 +45,7 @@ def on_copies(model: nn.Module, plan: Plan) -> Iterator[None]:
     handle = register_module_forward_pre_hook(note)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"Using `torch\.compile")
+            warnings.filterwarnings("ignore", _OF_HOOKS)
             yield
     except PlanError as error:
         known = {d.message for d in error.diagnostics}
