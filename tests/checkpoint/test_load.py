@@ -140,6 +140,12 @@ def test_everything_that_is_wrong_is_said(tmp_path: Path) -> None:
 def test_one_tensor_of_the_model_and_two_of_the_file(tmp_path: Path) -> None:
     reference = Small()
     tensors = {n: t.clone() for n, t in reference.state_dict().items()}
+    save_file(
+        {n: t.to(torch.float8_e4m3fn) for n, t in tensors.items() if n != "count"}
+        | {"count": tensors["count"]},
+        tmp_path / "float8",
+    )
+    load_checkpoint(Small(), tmp_path / "float8")
     save_file(tensors, tmp_path / "both")
     load_checkpoint(model := Small(), tmp_path / "both")
     assert torch.equal(model.last.weight, reference.first.weight)
