@@ -352,6 +352,9 @@ def fits(r: Recipe, name: str) -> bool:
         return False
     if name == "weight normalised" and r.shared == "weight":
         return False
+    # what one step leaves for the next is another thing where a step is computed again
+    if name.endswith(("second step", "step before")) and r.checkpoint != "none":
+        return False
     # written for (batch, sequence, width)
     if places & {"stream", "model"} and r.sequence_dim == 0:
         return False
