@@ -227,6 +227,8 @@ VIEWED: dict[str, Op] = {
     "twice": lambda p: [view.add_(1) for view in [p[3]] for _ in range(2)],
     "one after the other": lambda p: [p[i].mul_(i + 2) for i in range(4)],
     "views of one": lambda p: [chunk.mul_(2) for chunk in p.split(2)],
+    "views of one, in a list": lambda p: torch._foreach_mul_(list(p.split(2)), 2),
+    "what it gives": lambda p: p[0].add_(1).mul_(3),
 }
 LOST: dict[str, Op] = {
     "changed since": lambda p: (lambda view: (p.mul_(1), view.zero_()))(p[0]),

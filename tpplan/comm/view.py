@@ -64,10 +64,10 @@ class View(DTensor):
                 "or change the parameter as a whole"
             )
         if written:
-            _write(func, args, kwargs)
+            out = _write(func, args, kwargs)
             for gathered in origins.values():
                 gathered.put_back()
-            return written[0] if len(written) == 1 else written
+            return out
         out = func(*tree_map(_unviewed, args), **tree_map(_unviewed, kwargs))
         if not compat.is_view(func):
             return out
@@ -81,15 +81,19 @@ class View(DTensor):
         return compat.unflattened(View, inner, context, size, stride)
 
 
-def _write(func: Any, args: Any, kwargs: Any) -> None:
+def _write(func: Any, args: Any, kwargs: Any) -> Any:
     """On plain tensors: every rank has all of it, and torch shards fewer ops than there are."""
+    views: dict[int, View] = {}
 
     def plain(t: Any) -> Any:
-        if not isinstance(t, DTensor):
-            return t
-        return compat.local_of(t) if isinstance(t, View) else t.full_tensor()
+        if not isinstance(t, View):
+            return t.full_tensor() if isinstance(t, DTensor) else t
+        local = compat.local_of(t)
+        views[id(local)] = t
+        return local
 
-    func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    return tree_map(lambda t: views.get(id(t), t), out)
 
 
 def _unviewed(t: Any) -> Any:
