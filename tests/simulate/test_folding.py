@@ -10,6 +10,7 @@ from torch import nn
 
 import tpplan
 from benchmarks import zoo
+from benchmarks.dry_run import CONFIGS
 from tests.gpt import GPT
 from tests.models import hf
 from tests.rewrite import MODES
@@ -68,6 +69,24 @@ def test_encoder_and_decoder() -> None:
     model = zoo.other("t5", num_layers=9, num_decoder_layers=8)
     folded, whole = both(model, "auto", inputs=zoo.example(model))
     assert set(folded.executed) == {"encoder.block", "decoder.block"}
+    assert_equal(folded, whole)
+
+
+@pytest.mark.turns(24)
+@MODES
+def test_weights_outside_of_the_cut_regions(sp: bool) -> None:
+    """Weight gradients are left to the next collective in each layer as in the one before it.
+
+    Of DeepSeek-V3's shape: two products of each layer's attention are whole on each rank.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(CONFIGS / "deepseek-v3.json")
+    config.update({"num_hidden_layers": 13, "n_routed_experts": 16, "vocab_size": 512})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).bfloat16()
+    folded, whole = both(model, "deepseek_v3.yaml", sequence_parallel=sp)
+    assert folded.executed == {"model.layers": (5, 13)}
     assert_equal(folded, whole)
 
 

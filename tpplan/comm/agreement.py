@@ -30,6 +30,11 @@ OTHER_LOSS = (
     "all ranks of a tp group must make the same loss of what the model gives: of the same labels, "
     "and with the same random numbers"
 )
+SHARED_HEADS = (
+    "keys and values of heads that ranks share, which were not made by the model, get of each "
+    "rank what its own queries make of them; train embeddings (inputs_embeds=) in their place, or "
+    "use no more ranks than there are KV heads"
+)
 _OFTEN = 256
 
 

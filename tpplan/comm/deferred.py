@@ -51,13 +51,13 @@ class Deferred:
     """The gradient of one weight that is still to be computed.
 
     Attributes:
-        owner: the ``id`` of its account; index: of the weight there.
+        owner: its account; index: of the weight there.
         work: multiplications.
     """
 
     __slots__ = ("__weakref__", "_of", "_value", "index", "owner", "work")
 
-    def __init__(self, owner: int, index: int, of: Of) -> None:
+    def __init__(self, owner: Account, index: int, of: Of) -> None:
         grad, _, _, weight = of
         self.owner, self.index = owner, index
         self.work = grad.numel() // grad.size(-1) * weight.numel()
@@ -96,7 +96,7 @@ class Account:
 class _Pass:
     """What one backward pass owes, by account; reentrant checkpointing has one inside another.
 
-    ``total``: the multiplications of all that was deferred, by the ``id`` of the account.
+    ``total``: the multiplications of what an account had deferred since nothing of it waited.
 
     Autograd alone holds on to it, so that it goes with the pass, however that ends: passes fail,
     and are asked for some gradients only.
@@ -106,7 +106,7 @@ class _Pass:
 
     def __init__(self) -> None:
         self.due: dict[Account, list[Deferred]] = {}
-        self.total: Counter[int] = Counter()
+        self.total: Counter[Account] = Counter()
 
     def over(self) -> None:
         """Called by autograd."""
@@ -128,9 +128,11 @@ _waiting = _Waiting()
 def work(collectives: int) -> None:
     """Compute of what is deferred in the backward pass that runs what came first.
 
-    That is, of all that the newest account ever had, the part of one of an element's
-    ``collectives``: its weights are in one account, and those that come last are left to the
-    element before it. And all of other accounts, which have nothing else to come.
+    That is, of all that the newest account has had since nothing of it waited, the part of one of
+    an element's ``collectives``: its weights are in one account, and those that come last are left
+    to the element before it. (Weights outside of its regions, whole on each rank, are in one for
+    all elements, each of which must do as the others do.) And all of other accounts, which have
+    nothing else to come.
     """
     if torch.compiler.is_compiling():
         return  # where nothing is deferred: its graph is scheduled as a whole
@@ -139,25 +141,30 @@ def work(collectives: int) -> None:
     if not waiting or running is None:
         return
     due = [one for one in (found() for found in waiting) if one is not None]
-    newest = due[-1].owner if due else 0
+    if not due:
+        waiting.clear()
+        return
+    newest = due[-1].owner
     left, done = running.total[newest] / collectives, 0
-    while done < len(due) and (due[done].owner != newest or left > 0):
-        left -= due[done].work if due[done].owner == newest else 0
+    while done < len(due) and (due[done].owner is not newest or left > 0):
+        left -= due[done].work if due[done].owner is newest else 0
         due[done].compute()
         done += 1
+    still = {newest: running.total[newest]} if done < len(due) else {}
+    running.total = Counter(still)
     waiting[:] = [weakref.ref(one) for one in due[done:]]
 
 
 def defer(account: Account, index: int, of: Of) -> None:
     """Leave the gradient of the weight of that ``index`` to the next collective."""
     task, passes = compat.backward_pass(), _waiting.passes
-    one = Deferred(id(account), index, of)
+    one = Deferred(account, index, of)
     running = _passes.get(task)
     if running is None:
         running = _passes[task] = _Pass()
         compat.at_end_of_backward(running.over)
     running.due.setdefault(account, []).append(one)
-    running.total[one.owner] += one.work
+    running.total[account] += one.work
     if task not in passes:
         while len(passes) >= _PASSES:  # of which nothing but the overlap is lost
             del passes[next(iter(passes))]

@@ -88,6 +88,7 @@ class Stream:
         running: the path of the element that runs, and the hooks on what is saved that it began
             with; None where none runs, or nothing is cut.
         whole_results: whether the user is given full tensors only, no sharded logits.
+        shares_heads: whether ranks have the same key and value heads.
         hands_on: whether who calls the modules is to be given the stream in its global form.
         columns: the paths of modules of which each rank has its columns, or that normalise them;
             and of those that enter by themselves, who shares what enters.
@@ -115,6 +116,7 @@ class Stream:
         self.sequence_parallel = sequence_parallel
         self.dim = dim
         self.whole_results = True
+        self.shares_heads = False
         self.columns: dict[str, tuple[str, ...]] = {}
         self.holders: dict[str, str] = {}
         self.saves_rows = saves_rows

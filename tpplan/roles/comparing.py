@@ -11,6 +11,7 @@ from tpplan import compat
 from tpplan.comm import Site
 from tpplan.comm.agreement import (
     OTHER_LOSS,
+    SHARED_HEADS,
     compare_gradient,
     compare_gradients,
     require_same_inputs,
@@ -20,6 +21,7 @@ from tpplan.comm.fingerprints import can_read
 from tpplan.places import tensors_in
 from tpplan.roles.draws import draws_in_training
 from tpplan.roles.lowered import Lowered
+from tpplan.roles.prefixes import trained_inside
 
 
 def begin(module: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Alike | None:
@@ -36,7 +38,11 @@ def begin(module: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ali
         return None
     x = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
     one = x is not None and x.dim() > dim and x.size(dim) == 1
-    if not state.schedule.due((module.training, torch.is_grad_enabled(), one)):
+    # by name: what is given directly is told from what is in a list
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    trains = torch.is_grad_enabled()
+    inside = [*trained_inside(given)] if trains and stream.shares_heads else []
+    if not state.schedule.due((module.training, trains, one, bool(inside))):
         return None
     site = _site(module, "inputs of the ranks")
     simulated = compat.is_simulated(stream.group.mesh)
@@ -45,13 +51,13 @@ def begin(module: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ali
         draws = stream.randomness.drawn
         if draws_in_training(module):
             draws |= {"torch"}
-    # by name: what is given directly is told from what is in a list
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     where = stream.group, site, stream.mesh.device_type
     require_same_inputs(given, *where, stream.randomness, draws)
-    if torch.is_grad_enabled():
-        site = _site(module, "gradients of what it is given")
-        compare_gradients(given, stream.group, site, stream.mesh.device_type)
+    if trains:
+        to = stream.group, _site(module, "gradients of what it is given"), stream.mesh.device_type
+        compare_gradients(given, *to)
+        for name, t in inside:
+            compare_gradient(t, name, SHARED_HEADS, *to)
     if simulated or not state.schedule.counted or not can_read([], stream.mesh.device_type):
         return None
     generators = _generators(module)
