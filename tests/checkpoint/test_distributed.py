@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import tpplan
 from tests.checkpoint.folders import shared_folder
 from tests.compare import Errors, Findings, beyond, same
+from tests.models import hf
 from tests.ranks import Ranks
 from tests.rewrite.rows import CASES, built, canonical, sharded
 from tpplan.checkpoint import CheckpointError
@@ -60,6 +61,36 @@ def loading_job(mesh: DeviceMesh, case: str, alone: bool) -> Errors:
 @pytest.mark.parametrize("alone", [False, True])
 def test_loading(ranks: Ranks, case: str, alone: bool) -> None:
     assert not beyond(ranks.run("2x2", loading_job, case, alone))
+
+
+def tied_job(mesh: DeviceMesh) -> Errors:
+    """Saved of an untied model, for one whose head is its table."""
+    found, folder = Findings(), shared_folder()
+    reference = hf(tie_word_embeddings=False)
+    for kind in ("equal", "another"):
+        if kind == "equal":
+            reference.lm_head.weight.data.copy_(reference.model.embed_tokens.weight)
+        else:
+            reference.lm_head.weight.data.add_(1)
+        dcp.save(reference.state_dict(), checkpoint_id=folder / kind)
+        dist.barrier()
+        meta = hf(device="meta", tie_word_embeddings=True)
+        model = tpplan.parallelize(meta, "llama.yaml", mesh, prove=False)
+        said = ""
+        try:
+            tpplan.load_checkpoint(model, folder / kind)
+        except CheckpointError as error:
+            said = str(error)
+        if kind == "equal":
+            found.add(kind, {**canonical(reference, model), "said": same(not said)})
+        else:
+            found.add(kind, same("two for one: model.embed_tokens.weight and lm_head" in said))
+            found.add("untouched", same(model.lm_head.weight.is_meta))
+    return found.errors
+
+
+def test_one_tensor_of_the_model_and_two_of_the_folder(ranks: Ranks) -> None:
+    assert not beyond(ranks.run("2x2", tied_job))
 
 
 def model() -> nn.Module:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tpplan.checkpoint.files import INDEX, SINGLE, CheckpointError
+from tpplan.checkpoint.parts import chunks_of
 
 CONTENTS = ".metadata"
 _MADE_OF = {
@@ -30,11 +31,23 @@ _CALLED = {"pathlib._local": "pathlib"}
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor in such a checkpoint, and its name there."""
+    """A tensor in such a checkpoint at ``path``, and its name there."""
 
+    path: Path
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    def is_as(self, other: Kept, like: torch.Tensor) -> bool:
+        """Whether another one has the same numbers, where this rank has numbers of ``like``.
+
+        Raises:
+            CheckpointError: see ``fill``.
+        """
+        ours, theirs = (torch.empty_like(like, device="cpu", dtype=self.dtype) for _ in range(2))
+        fill(self.path, {self.key: ours, other.key: theirs})
+        pairs = zip(chunks_of(ours), chunks_of(theirs), strict=True)
+        return all(torch.equal(one, another) for (_, one), (_, another) in pairs)
 
 
 def is_distributed(path: Path) -> bool:
@@ -54,7 +67,7 @@ def kept_in(path: Path, names: Iterable[str]) -> dict[str, Kept]:
     """
     contents = _contents(path)
     tensors = {
-        key: Kept(key, entry.properties.dtype, tuple(entry.size))
+        key: Kept(path, key, entry.properties.dtype, tuple(entry.size))
         for key, entry in contents.state_dict_metadata.items()
         if hasattr(entry, "properties")
     }

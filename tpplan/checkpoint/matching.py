@@ -101,7 +101,7 @@ def _misfit(
         kinds = f"{stored[source].dtype}, the model's is {tensor.dtype}"
         return f"another dtype: {source} is {kinds}"
     for other in others:
-        if not _equal(stored[source], stored[other]):
+        if not _equal(stored[source], stored[other], tensor):
             return (
                 f"two for one: {source} and {other} differ, and the model has one tensor for both: "
                 "build it untied (config.tie_word_embeddings = False), or remove one of them"
@@ -109,12 +109,13 @@ def _misfit(
     return None
 
 
-def _equal(one: Merged | Kept, other: Merged | Kept) -> bool:
-    """Whether two stored tensors are, as far as they can be read."""
+def _equal(one: Merged | Kept, other: Merged | Kept, tensor: torch.Tensor) -> bool:
+    """Whether two that are stored of one tensor of the model are the same."""
     if one.shape != other.shape:
         return False
     if isinstance(one, Kept) or isinstance(other, Kept):
-        return True
+        assert isinstance(one, Kept) and isinstance(other, Kept)
+        return one.is_as(other, tensor)
     rows, *rest = one.shape or (1,)
     each = max(1, _AT_ONCE // max(1, torch.Size(rest).numel()))
     for start in range(0, rows, each):
