@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+# a cache of an encoder and a decoder has caches, lists of layers, in each of these the tensors
+_DEEP = 6
 # nothing that was given is looked for inside of these
 _CLOSED = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
@@ -31,23 +33,25 @@ def trained_inside(inputs: Mapping[Any, Any]) -> Iterator[tuple[str, torch.Tenso
 
 def _inside(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in it, in the attributes of what is in it, and so on: in one order anywhere."""
-    pending, met = [value], set[int]()
-    while pending:
-        one = pending.pop()
-        if id(one) in met:
-            continue
-        met.add(id(one))
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif not isinstance(one, _CLOSED):
-            pending += _parts(one)
+    level, met = [value], set[int]()
+    for _ in range(_DEEP):
+        inner: list[Any] = []
+        for one in level:
+            if id(one) in met:
+                continue
+            met.add(id(one))
+            if isinstance(one, torch.Tensor):
+                yield one
+            elif not isinstance(one, _CLOSED):
+                inner += _parts(one)
+        level = inner
 
 
 def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, list | tuple):
-        return value
+        return () if isinstance(next(iter(value), None), int | float | str) else value
     held: dict[str, Any] = getattr(value, "__dict__", {})
     return held.values()
 
