@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from tpplan.compat import unmoded
+
 
 def largest(x: torch.Tensor) -> float:
     """The largest absolute value of those that are finite; 0 where there are none."""
-    x = x.detach()
-    if not x.numel() or not (x.is_floating_point() or x.is_complex()):
-        return 0.0
-    found = float(x.abs().max())
-    if found - found == 0.0:
-        return found
-    finite = x[x.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    with unmoded():  # a mode that watches a model's code has nothing to see, and takes its time
+        x = x.detach()
+        if not x.numel() or not (x.is_floating_point() or x.is_complex()):
+            return 0.0
+        found = float(x.abs().max())
+        if found - found == 0.0:
+            return found
+        finite = x[x.isfinite()]
+        return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def difference(due: torch.Tensor, got: torch.Tensor, equal_nan: bool = False) -> float:
@@ -23,7 +26,8 @@ def difference(due: torch.Tensor, got: torch.Tensor, equal_nan: bool = False) ->
     Args:
         equal_nan: whether the same holds of nan; else it is an infinite difference.
     """
-    found = float((due - got).abs().max())
+    with unmoded():
+        found = float((due - got).abs().max())
     if found == found:
         return found
     same = (due == got) | (due.isnan() & got.isnan()) if equal_nan else due == got

@@ -38,6 +38,15 @@ _CASTS = {
 _FACTORIES = frozenset(
     {torch.full, torch.tensor, torch.scalar_tensor, torch.arange, torch.linspace, torch.logspace}
 )
+# what says nothing of a tensor's numbers, and is asked more often than all else
+_ASKED = ("shape", "dtype", "device", "requires_grad", "grad_fn")
+_TELLING = frozenset(
+    {
+        *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride),
+        *(torch.Tensor.is_floating_point, torch.Tensor.is_complex),
+        *(getattr(torch.Tensor, name).__get__ for name in _ASKED),
+    }
+)
 # where attention functions take the probability of their dropout
 _PROBABILITIES = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
 
@@ -159,6 +168,8 @@ class _Exact(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _TELLING:
+            return func(*args, **kwargs)
         if func is torch.autograd.backward and kwargs.get("inputs") is None:
             return self._backward(*args, **kwargs)
         if func in _IN_TRAINING:

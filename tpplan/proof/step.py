@@ -61,7 +61,8 @@ class Result:
     """What a step gave: outputs by place, gradients of parameters and inputs, buffers after it.
 
     ``written``: the parameters whose numbers are others after it. ``weights``: of the outputs in
-    the objective. ``notes``: of the forward; ``later``: of the backward.
+    the objective. ``notes``: of the forward; ``later``: of the backward. ``scales``: the largest
+    number of each tensor that others were compared with, by its ``id``.
     """
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -72,6 +73,14 @@ class Result:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     notes: Notes = field(default_factory=Notes)
     later: Notes = field(default_factory=Notes)
+    scales: dict[int, float] = field(default_factory=dict)
+
+    def largest(self, x: torch.Tensor) -> float:
+        """The largest number of one of its outputs or gradients, which all ranks ask for."""
+        known = self.scales.get(id(x))
+        if known is None:
+            known = self.scales[id(x)] = _largest(x)
+        return known
 
 
 def step(
@@ -165,8 +174,9 @@ def _kept(model: nn.Module, parts: Set[str]) -> dict[str, torch.Tensor]:
 def _sums(model: nn.Module) -> dict[str, tuple[float, float]]:
     """Numbers that are others where what a rank holds of a parameter was written to."""
     held = ((n, local_of(p) if isinstance(p, DTensor) else p) for n, p in model.named_parameters())
-    numbers = ((n, torch.view_as_real(p) if p.is_complex() else p) for n, p in held)
-    return {n: (float(p.detach().sum()), float(p.detach().abs().sum())) for n, p in numbers}
+    with unmoded():
+        numbers = ((n, torch.view_as_real(p) if p.is_complex() else p) for n, p in held)
+        return {n: (float(p.detach().sum()), float(p.detach().abs().sum())) for n, p in numbers}
 
 
 def _tables(model: nn.Module) -> list[torch.Tensor]:
@@ -268,14 +278,15 @@ def errors(due: Result, got: Result, rank: int, tp: int) -> Iterable[tuple[str, 
     """What is compared, and by how much it differs."""
     for place, whole in due.outputs.items():
         if place in got.outputs:
-            yield place, _error(whole, got.outputs[place], _largest(whole), rank, tp)
+            yield place, _error(whole, got.outputs[place], due.largest(whole), rank, tp)
         else:
             yield f"{place} is missing", float("inf")
     gradients = [g for g in (*due.gradients.values(), *due.inputs.values()) if g is not None]
-    of_all = max(map(_largest, gradients), default=0.0)
+    of_all = max(map(due.largest, gradients), default=0.0)
     for expected, found in ((due.gradients, got.gradients), (due.inputs, got.inputs)):
         for name, gradient in expected.items():
-            error = _gradient_error(gradient, found.get(name), of_all, rank, tp)
+            scale = 1e-3 * of_all if gradient is None else max(due.largest(gradient), 1e-3 * of_all)
+            error = _gradient_error(gradient, found.get(name), scale, rank, tp)
             yield f"the gradient of {name}", error
     for name, whole in due.buffers.items():
         ours = got.buffers.get(name)
@@ -301,13 +312,13 @@ def _heads_like(whole: torch.Tensor, ours: torch.Tensor, rank: int, tp: int) -> 
 
 
 def _gradient_error(
-    due: torch.Tensor | None, got: torch.Tensor | None, of_all: float, rank: int, tp: int
+    due: torch.Tensor | None, got: torch.Tensor | None, scale: float, rank: int, tp: int
 ) -> float:
     """By the metric used everywhere: of gradients that cancel to nothing only rounding is left."""
     if due is None or got is None:
         present = due if got is None else got
         return 0.0 if present is None or not _largest(present) else float("inf")
-    return _error(due, got, max(_largest(due), 1e-3 * of_all), rank, tp)
+    return _error(due, got, scale, rank, tp)
 
 
 def _largest(x: torch.Tensor) -> float:
