@@ -38,10 +38,8 @@ def begin(module: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ali
         return None
     x = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
     one = x is not None and x.dim() > dim and x.size(dim) == 1
-    # by name: what is given directly is told from what is in a list
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     trains = torch.is_grad_enabled()
-    inside = [*trained_inside(given)] if trains and stream.shares_heads else []
+    inside = [*trained_inside(_by_name(args, kwargs))] if trains and stream.shares_heads else []
     if not state.schedule.due((module.training, trains, one, bool(inside))):
         return None
     site = _site(module, "inputs of the ranks")
@@ -51,7 +49,7 @@ def begin(module: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ali
         draws = stream.randomness.drawn
         if draws_in_training(module):
             draws |= {"torch"}
-    where = stream.group, site, stream.mesh.device_type
+    given, where = _by_name(args, kwargs), (stream.group, site, stream.mesh.device_type)
     require_same_inputs(given, *where, stream.randomness, draws)
     if trains:
         to = stream.group, _site(module, "gradients of what it is given"), stream.mesh.device_type
@@ -90,6 +88,11 @@ def watch_loss(module: Lowered, out: Any) -> None:
         if x.requires_grad:
             said = f"what {path or 'the model'} gives{name}"
             compare_gradient(x, said, OTHER_LOSS, stream.group, site, stream.mesh.device_type)
+
+
+def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    """What is given directly, which is told so from what is in a list."""
+    return {**dict(enumerate(args)), **kwargs}
 
 
 def _generators(module: Lowered) -> list[torch.Generator]:
