@@ -60,6 +60,11 @@ class ParameterPlan:
     rule: Rule | None = None
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether several ranks hold the same rows: heads of which there are fewer than ranks."""
+        return isinstance(self.placement, Rows) and bool(self.placement.shared())
+
+    @property
     def placed(self) -> str:
         """The placement in a few characters, for reports."""
         own = _short(self.placement)

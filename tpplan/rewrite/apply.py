@@ -17,7 +17,6 @@ from tpplan.compiled import CompiledPlan
 from tpplan.kernels.forms import GatedForm, GeluForm, NormForm
 from tpplan.kernels.launch import chosen
 from tpplan.language.styles import ACTIVATIONS, AUTO, NORMS, SHARD, SYMMETRIC, WAITING
-from tpplan.layout import Rows
 from tpplan.rewrite.holders import Undo, replace, require_whole
 from tpplan.rewrite.planned import PlannedStyle, swap_kernels
 from tpplan.roles.entry import Entry
@@ -95,8 +94,7 @@ def _shard(
         enable_symmetric_memory(own.get_group())
     stream = Stream(own, compiled.sequence_parallel, plan.sequence_dim, frozenset(fused), *kept)
     stream.randomness.drawn = frozenset(compiled.draws)
-    placed = (parameter.placement for parameter in compiled.parameters.values())
-    stream.shares_heads = any(isinstance(p, Rows) and bool(p.shared()) for p in placed)
+    stream.shares_heads = any(each.shares_rows for each in compiled.parameters.values())
     stream.whole_results = all(
         plan.options.get("output") != "shard"
         for plan in compiled.modules.values()
