@@ -22,7 +22,6 @@ from tpplan.cost.stages import Stages
 from tpplan.cost.timing import TimeSummary, summarize
 from tpplan.language import PlanError
 from tpplan.language.styles import GATHERED, SHARD
-from tpplan.layout import Rows
 from tpplan.observe.caches import only_new_searched
 from tpplan.planner.experts import experts_in, ways
 from tpplan.simulate.execute import Training
@@ -238,7 +237,7 @@ def _costs(report: DryRun, hardware: Hardware) -> list[str]:
         crossed = f"crosses the node of {hardware.node}: its collectives go over the network"
         notes.append(f"{crossed}, {100 * share:.0f} % of the time is waiting")
     entries = report.compiled.parameters.values()
-    copies = [e for e in entries if isinstance(e.placement, Rows) and e.placement.shared()]
+    copies = [e for e in entries if e.shares_rows]
     if copies:
         each = sum(parameter_bytes(e, e.local_shape) for e in copies)
         even = sum(parameter_bytes(e, e.shape) for e in copies) / tp
