@@ -67,6 +67,12 @@ class Floored(Clipped):
         return grad * (1 + (1e-2 / (grad.norm() + 1e-30) - 1).relu())
 
 
+class Doubled(Clipped):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.mul_(2)
+
+
 class Each(Clipped):
     """Each number by itself."""
 
@@ -407,6 +413,13 @@ class Warming(Stack):
         return x if mask is None else x * mask
 
 
+class Writing(Stack):
+    """What it gives takes its gradient twice, where that arrives."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Doubled.apply(super().forward(x))
+
+
 RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
     "columns": (stack(None), (False, True)),
     "a dropout of its own": (stack(dropped), (False, True)),
@@ -419,5 +432,6 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], tuple[bool, ...]]] = {
     "rows of a call as long": (lambda: Stack(Held), (False,)),
     "a gradient's size asked for": (lambda: Stack(Branching), (False,)),
     "gradients clipped one by one": (stack(lambda m, y: Each.apply(y).relu()), (False, True)),
+    "a gradient that is written to": (lambda: Writing(MLP), (False,)),
     "seven alike": (lambda: Stack(MLP, 7), (False, True)),
 }

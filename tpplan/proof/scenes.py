@@ -179,6 +179,7 @@ class Played:
         means = mean_over_ep([result.gradients for result in found], self.compiled)
         for result in found:
             result.gradients.update(means)
+            result.measure()
         return found
 
 

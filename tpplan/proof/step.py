@@ -76,11 +76,17 @@ class Result:
     scales: dict[int, float] = field(default_factory=dict)
 
     def largest(self, x: torch.Tensor) -> float:
-        """The largest number of one of its outputs or gradients, which all ranks ask for."""
+        """The largest number of one of its outputs or gradients."""
         known = self.scales.get(id(x))
         if known is None:
             known = self.scales[id(x)] = _largest(x)
         return known
+
+    def measure(self) -> None:
+        """Look for the largest of each once, since all ranks ask for them."""
+        for x in (*self.outputs.values(), *self.gradients.values(), *self.inputs.values()):
+            if x is not None:
+                self.largest(x)
 
 
 def step(
@@ -107,12 +113,12 @@ def step(
             found = outputs_of(model(*args, **kwargs))
         found.update((n, t) for n, t in _kept(model, parts).items() if id(t) not in old)
         weights = _drawn(found, seed) if due is None else due.weights
-        total = _objective(found, weights)
+        outs, cotangents = _differentiated(found, weights, scene.objective)
         with noting(model) as later:
-            if total is not None:
-                # not total.backward(), which is a function of torch's to a mode: what backward
+            if outs:
+                # not a tensor's backward(), which is a function of torch's to a mode: what backward
                 # recomputes would be left out of it
-                torch.autograd.backward([total * scene.objective])
+                torch.autograd.backward(outs, cotangents)
         result = Result(weights=weights, notes=notes, later=later)
         changed = {name for name, sums in _sums(model).items() if sums != before.get(name)}
         if due is not None:
@@ -137,18 +143,19 @@ def _drawn(found: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tens
     return drawn
 
 
-def _objective(
-    found: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
-) -> torch.Tensor | None:
-    """What is differentiated; None where nothing can be."""
-    total = None
+def _differentiated(
+    found: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], times: float
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What gradients flow back from, and what flows into it; that is written to by some code."""
+    outs, cotangents = [], []
     for place, out in sorted(found.items()):
         if out.requires_grad:
             out = out.full_tensor() if isinstance(out, DTensor) else out
             if place in weights and weights[place].shape == out.shape:
-                part = (out * weights[place]).sum().real
-                total = part if total is None else total + part
-    return total
+                outs.append(out)
+                with unmoded():  # neither is in a graph of the model's
+                    cotangents.append((weights[place] * times).to(out.dtype))
+    return outs, cotangents
 
 
 def parts_of(compiled: CompiledPlan) -> frozenset[str]:
