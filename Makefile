@@ -31,9 +31,10 @@ test-matrix: $(MATRIX:%=$(VENV)-torch-%/.ready)
 			|| exit 1; \
 	done
 
-# every test in every way: tp 2 and 4, TP and TP+SP, ...
+# every test in every way: tp 2 and 4, TP and TP+SP, ...; a part of them: PART=3/20
+PART ?= 1/1
 thorough: $(READY)
-	TPPLAN_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	TPPLAN_TESTS=all TPPLAN_PART=$(PART) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # which lines of the package no test reaches: of the tests that take turns one of each, at least
 coverage: $(READY)

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 
 from tests.ranks import Ranks
-from tests.thorough import THOROUGH, in_turn, said
+from tests.thorough import THOROUGH, in_turn, part, said
 
 # nothing in the suite is timed
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -38,7 +38,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ``turns``: together nearly all of the suite's time, and what one of them proves rarely fails
     alone. What somebody asks for by name is run.
     """
-    if THOROUGH or config.option.keyword or any("::" in arg for arg in config.args):
+    if config.option.keyword or any("::" in arg for arg in config.args):
+        return
+    if THOROUGH:
+        items[:] = part(items)
         return
     functions: dict[Any, list[pytest.Item]] = {}
     for item in items:
