@@ -146,7 +146,7 @@ def _drawn(found: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tens
 def _differentiated(
     found: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor], times: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What gradients flow back from, and what flows into it; that is written to by some code."""
+    """What gradients flow back from, and the gradients: copies, which some code writes to."""
     outs, cotangents = [], []
     for place, out in sorted(found.items()):
         if out.requires_grad:
