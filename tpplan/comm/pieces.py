@@ -150,17 +150,27 @@ class _Many:
             return of_input if total is None else total
         return total + of_input
 
+    def trained(
+        self, grads: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether the gradient of any weight is due, for which the input is needed."""
+        each = zip(grads, weights, strict=True)
+        return any(grad is not None and weight.requires_grad for grad, weight in each)
+
     def of_weights(
         self,
         grads: Sequence[torch.Tensor | None],
         weights: Sequence[torch.Tensor],
-        x: torch.Tensor | Later,
+        x: torch.Tensor | Later | None,
     ) -> list[torch.Tensor | None]:
-        """Their gradients, but for those that are deferred; ``x``: the input, or what makes it."""
+        """Their gradients, but for those that are deferred.
+
+        ``x``: the input, or what makes it; None where none is ``trained``.
+        """
         found: list[torch.Tensor | None] = []
         each = zip(grads, weights, self.transposed, self.accounts, strict=True)
         for grad, weight, transposed, account in each:
-            if grad is None or not weight.requires_grad:
+            if grad is None or x is None or not weight.requires_grad:
                 found.append(None)
             elif account is None or differentiates_backward():
                 whole = x.whole() if isinstance(x, Later) else x
@@ -270,7 +280,8 @@ class _Gathered(Function):
         saved = ctx.saved_tensors  # once: checkpointing gives them no second time
         weights, of = saved[: len(grads)], saved[len(grads) :]
         part = None
-        x = at.input(of)
+        # what is gathered has to be waited for: torch holds on to it until then
+        x = at.input(of) if at.many.trained(grads, weights) else None
         if ctx.needs_input_grad[0]:
             total = at.many.gradient(grads, weights, of_whole)
             for_weights = at.many.of_weights(grads, weights, x)
@@ -364,5 +375,6 @@ def _of_product(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torc
     at: _Cut = ctx.at
     weight, *of = ctx.saved_tensors
     for_x = at.many.gradient([grad], [weight]) if ctx.needs_input_grad[0] else None
-    (for_weight,) = at.many.of_weights([grad], [weight], at.input(of))
+    x = at.input(of) if at.many.trained([grad], [weight]) else None
+    (for_weight,) = at.many.of_weights([grad], [weight], x)
     return for_x, for_weight
