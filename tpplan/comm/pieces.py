@@ -150,13 +150,6 @@ class _Many:
             return of_input if total is None else total
         return total + of_input
 
-    def trained(
-        self, grads: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
-    ) -> bool:
-        """Whether the gradient of any weight is due, for which the input is needed."""
-        each = zip(grads, weights, strict=True)
-        return any(grad is not None and weight.requires_grad for grad, weight in each)
-
     def of_weights(
         self,
         grads: Sequence[torch.Tensor | None],
@@ -165,7 +158,7 @@ class _Many:
     ) -> list[torch.Tensor | None]:
         """Their gradients, but for those that are deferred.
 
-        ``x``: the input, or what makes it; None where none is ``trained``.
+        ``x``: the input, or what makes it; None where none is due.
         """
         found: list[torch.Tensor | None] = []
         each = zip(grads, weights, self.transposed, self.accounts, strict=True)
@@ -219,8 +212,19 @@ class _Cut:
         """Without what was padded, in one piece for who views it."""
         return unviewed(whole.narrow(self.dim, 0, self.length).contiguous())
 
-    def input(self, of: Sequence[torch.Tensor]) -> torch.Tensor | Later:
-        """The input of the products, or what makes it."""
+    def input(
+        self,
+        of: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
+        weights: Sequence[torch.Tensor],
+    ) -> torch.Tensor | Later | None:
+        """The input of the products, or what makes it; None where no weight's gradient is due.
+
+        What is gathered has to be waited for: torch holds on to it until then.
+        """
+        each = zip(grads, weights, strict=True)
+        if not any(grad is not None and weight.requires_grad for grad, weight in each):
+            return None
         how: Any = differentiable if differentiates_backward() else given
         return how(of, self.again, self.recipe)  # type: ignore[no-any-return]
 
@@ -280,8 +284,7 @@ class _Gathered(Function):
         saved = ctx.saved_tensors  # once: checkpointing gives them no second time
         weights, of = saved[: len(grads)], saved[len(grads) :]
         part = None
-        # what is gathered has to be waited for: torch holds on to it until then
-        x = at.input(of) if at.many.trained(grads, weights) else None
+        x = at.input(of, grads, weights)
         if ctx.needs_input_grad[0]:
             total = at.many.gradient(grads, weights, of_whole)
             for_weights = at.many.of_weights(grads, weights, x)
@@ -375,6 +378,5 @@ def _of_product(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torc
     at: _Cut = ctx.at
     weight, *of = ctx.saved_tensors
     for_x = at.many.gradient([grad], [weight]) if ctx.needs_input_grad[0] else None
-    x = at.input(of) if at.many.trained([grad], [weight]) else None
-    (for_weight,) = at.many.of_weights([grad], [weight], x)
+    (for_weight,) = at.many.of_weights([grad], [weight], at.input(of, [grad], [weight]))
     return for_x, for_weight

@@ -8,8 +8,8 @@ import torch
 
 from tpplan.compat import unmoded
 
-# numbers that are looked at at once. Logits are large: fresh memory for what is computed of all of
-# them takes several times what computing does, and more where ranks that are threads ask for it
+# numbers that are looked at at once. Logits are large, and what is computed of all of them is in
+# fresh memory, which takes longer than computing it
 _AT_ONCE = 1 << 15
 
 
