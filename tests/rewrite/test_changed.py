@@ -321,3 +321,35 @@ def table_job(mesh: DeviceMesh, sp: bool, style: str, name: str, value: object) 
 @pytest.mark.turns(12)
 def test_table(ranks: Ranks, style: str, sp: bool, name: str, value: object) -> None:
     ranks.run(2, table_job, sp, style, name, value)
+
+
+def hooked_table_job(mesh: DeviceMesh, sp: bool) -> Errors:
+    """A hook on the gradients of a table and of a norm, put there and taken away, is no change."""
+    table = nn.Embedding(20, WIDTH)
+    module = nn.Sequential(table, nn.LayerNorm(WIDTH), Beside(), Beside()).double()
+    rules = {**RULES["rules"], "0": "vocab", "1": "sequence_parallel"}
+    ids = torch.randint(20, (2, 7), generator=torch.Generator().manual_seed(4))
+    reference = copy.deepcopy(module)
+    model = tpplan.parallelize(
+        module, {**RULES, "rules": rules}, mesh, sequence_parallel=sp, inputs=ids, prove=False
+    )
+    found: Errors = {}
+    seen: list[int] = []
+    for step in ("without", "with", "without again"):
+        hooks = [
+            m.register_full_backward_hook(lambda *_: seen.append(1))
+            for m in (model[0], model[1])
+            if step == "with"
+        ]
+        expected, got = (m(ids) for m in (reference, model))
+        for out in (expected, got):
+            out.sin().sum().backward()
+        for hook in hooks:
+            hook.remove()
+        found[step] = error(expected, got)
+    return {**found, "hooks": same(len(seen) == 2), **compare_gradients(reference, model)}
+
+
+@MODES
+def test_hooks_on_a_table(ranks: Ranks, sp: bool) -> None:
+    assert not beyond(ranks.run(2, hooked_table_job, sp), TIGHT)

@@ -28,6 +28,9 @@ from tpplan.roles.entry import Entry
 from tpplan.roles.parameters import Marks, Own, is_installed
 from tpplan.roles.projection import Projection, projection
 
+# what every module has: hooks and the mode, which are no part of its code
+_NOT_CODE = frozenset(vars(nn.Module()))
+
 
 def passive(hook: Any) -> Any:
     """``hook``, marked as one that looks at no tensor: no reason to compute what it could see."""
@@ -54,7 +57,7 @@ def is_own_code(module: nn.Module) -> bool:
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
     """What the code of a module may compute with that is no tensor; whole numbers may be counts."""
-    own = {name: value for name, value in vars(module).items() if name != "training"}
+    own = {name: value for name, value in vars(module).items() if name not in _NOT_CODE}
     return {name: v for name, v in own.items() if v is None or isinstance(v, float | bool | str)}
 
 
