@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpplan.compat import gloo_in_order
+
 # where kernels are compiled for it, they are tested on a GPU
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORLD = 4
@@ -58,7 +60,8 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     with open(_stacks(store, rank), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)  # which is kept open
-        _serve_jobs(rank, world, store, pipe)
+        with gloo_in_order():
+            _serve_jobs(rank, world, store, pipe)
 
 
 def _serve_jobs(rank: int, world: int, store: str, pipe: Connection) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.random_models.judge import RIGHT, WORST_FIRST, Verdict, judge, simulated, worst
 from benchmarks.random_models.model import Case
+from tpplan.compat import gloo_in_order
 
 WORLD = 4
 SIZES = (2, 4)
@@ -40,14 +41,15 @@ def _serve(rank: int, store: str, pipe: Connection, patience: float, errors: Pat
     faulthandler.enable()
     gc.collect()
     gc.freeze()  # what no case has made is not looked through for each
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=patience),
-    )
-    meshes = {tp: DeviceMesh("cpu", list(range(tp)), mesh_dim_names=("tp",)) for tp in SIZES}
+    with gloo_in_order():
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=WORLD,
+            timeout=datetime.timedelta(seconds=patience),
+        )
+        meshes = {tp: DeviceMesh("cpu", list(range(tp)), mesh_dim_names=("tp",)) for tp in SIZES}
     while True:
         try:
             function, tp, *args = pipe.recv()

@@ -24,6 +24,7 @@ from tpplan.compat.autograd import sequence_number as sequence_number
 from tpplan.compat.autograd import set_hooks as set_hooks
 from tpplan.compat.fakes import FakeTensorMode as FakeTensorMode
 from tpplan.compat.fakes import uncached as uncached
+from tpplan.compat.gloo import gloo_in_order as gloo_in_order
 from tpplan.compat.inductor import as_traced as as_traced
 from tpplan.compat.inductor import module_of as module_of
 from tpplan.compat.inductor import options_fusing as options_fusing

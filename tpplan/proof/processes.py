@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from tpplan.compat import mesh_of_all
+from tpplan.compat import gloo_in_order, mesh_of_all
 from tpplan.compiled import CompiledPlan
 from tpplan.proof.ranks import Outcome, Reference, run_rank
 
@@ -30,12 +30,13 @@ def _serve(rank: int, *job: Any) -> None:
     folder, tp, ep = job
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=tp * ep)
-    try:
-        mesh = mesh_of_all(tp, ep)
-        reference, compiled = torch.load(os.path.join(folder, "job"), weights_only=False)
-        outcome = run_rank(mesh, reference, compiled)
-        torch.save(outcome, os.path.join(folder, f"outcome{rank}"))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    with gloo_in_order():
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=tp * ep)
+        try:
+            mesh = mesh_of_all(tp, ep)
+            reference, compiled = torch.load(os.path.join(folder, "job"), weights_only=False)
+            outcome = run_rank(mesh, reference, compiled)
+            torch.save(outcome, os.path.join(folder, f"outcome{rank}"))
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()

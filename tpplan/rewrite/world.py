@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tpplan import compat
 from tpplan.comm.meshes import known, part_of, tp_of
 
 T = TypeVar("T")
@@ -73,7 +74,8 @@ def world_mesh() -> DeviceMesh | None:
 
 def _start() -> None:
     if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
+        with compat.gloo_in_order():
+            dist.init_process_group("gloo")
         return
     if torch.cuda.current_device() == 0 and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
