@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ranks import Ranks
 from tpplan.compat import gloo_in_order
+from tpplan.rewrite import world
 
 MINUTE = datetime.timedelta(seconds=60)
 
@@ -37,6 +38,16 @@ def test_threads(interfaces: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [o._threads for o in groups] == [2 * devices, 1, 2 * devices]
     assert [len(o._devices) for o in groups] == [devices] * 3
     assert {o._timeout for o in groups} == {MINUTE}
+
+
+def test_started_by_parallelize(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torchrun's world, on CPUs."""
+    made: list[tuple[str, int]] = []
+    start = lambda backend: made.append((backend, _alone().options._threads))  # noqa: E731
+    monkeypatch.setattr(dist, "init_process_group", start)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    world._start()
+    assert made == [("gloo", 1)]
 
 
 def in_order_job(mesh: DeviceMesh) -> int:
