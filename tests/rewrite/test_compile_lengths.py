@@ -83,6 +83,20 @@ def test_layers(ranks: Ranks, sequence_parallel: bool, backend: str) -> None:
     assert beyond(ranks.run(2, layers, sequence_parallel, backend)) == {}
 
 
+def again(mesh: DeviceMesh, sequence_parallel: bool) -> Errors:
+    reference, model = sharded(mesh, sequence_parallel)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    errors = over_lengths(reference, model, model, (16,) * 4)
+    return {**errors, "graphs": same(graphs() == 1)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP", "TP+SP"])
+def test_called_again(ranks: Ranks, sequence_parallel: bool) -> None:
+    """What a call leaves behind is nothing that the next one's graph is guarded by."""
+    assert beyond(ranks.run(2, again, sequence_parallel)) == {}
+
+
 def close(mesh: DeviceMesh, lengths: tuple[int, ...]) -> Errors:
     """Each layer compiled in place: of the next length a rank may have as many rows."""
     reference, model = sharded(mesh, sequence_parallel=True)

@@ -211,9 +211,9 @@ class Forward:
         if torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
         ledger = state.stream.group.ledger
-        before, state.enters = ledger.sent, 0
+        before, state.entered = ledger.sent, False
         out = self.forward(*args, **kwargs)
-        if not state.enters and ledger.sent != before:
+        if not state.entered and ledger.sent != before:
             raise RuntimeError(
                 f"{state.plan.path}: its forward was replaced on the instance by one that does not "
                 "call tpplan's, so that what enters its sharded layers is not gathered, and each "

@@ -91,7 +91,8 @@ class State:
         numbers: those of the module that its role computes with as they were; None where it
             runs the module's code.
         structure: what was inside it when that was last looked at.
-        enters: how often something has entered it since its replaced forward began.
+        entered: whether something has since its replaced forward began; of no number of calls,
+            which graphs would be guarded by.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class State:
         self.watched: tuple[bool, tuple[Any, ...]] | None = None
         self.numbers: dict[str, Any] | None = None
         self.structure: Any = None
-        self.enters = 0
+        self.entered = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         stream, own, entries, partner = copy.deepcopy(

@@ -311,7 +311,7 @@ class Entering(Lowered):
     def _tpplan_enter(self, *args: Any, **kwargs: Any) -> Any:
         state = self._tpplan
         given = args, kwargs
-        state.enters += 1
+        state.entered = True
         length = state.length
         if state.stream.pieces is not None:
             prepare(self, summed_only=False)  # of which products are made when they enter
