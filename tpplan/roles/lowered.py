@@ -91,8 +91,8 @@ class State:
         numbers: those of the module that its role computes with as they were; None where it
             runs the module's code.
         structure: what was inside it when that was last looked at.
-        entered: whether something has since its replaced forward began; of no number of calls,
-            which graphs would be guarded by.
+        entered: whether something has since its replaced forward began; graphs would be guarded
+            by how often.
     """
 
     def __init__(
