@@ -6,6 +6,7 @@ import datetime
 import faulthandler
 import gc
 import os
+import random
 import signal
 import tempfile
 import time
@@ -101,6 +102,7 @@ def _serve_jobs(rank: int, world: int, store: str, pipe: Connection) -> None:
         function, mesh, args = job
         try:
             torch.manual_seed(0)
+            random.seed(0)  # which ranks of a model whose layers it drops must agree on
             torch._dynamo.reset()  # it counts over all jobs how often a function was compiled
             pipe.send((True, function(meshes[mesh], *args)))
         except Exception:
