@@ -102,7 +102,7 @@ def _serve_jobs(rank: int, world: int, store: str, pipe: Connection) -> None:
         function, mesh, args = job
         try:
             torch.manual_seed(0)
-            random.seed(0)  # which ranks of a model whose layers it drops must agree on
+            random.seed(0)  # ranks must agree on it where a model drops layers by it
             torch._dynamo.reset()  # it counts over all jobs how often a function was compiled
             pipe.send((True, function(meshes[mesh], *args)))
         except Exception:
