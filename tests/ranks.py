@@ -183,9 +183,11 @@ class Ranks:
 
     def _stop(self, kill: bool) -> None:
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            process.kill() if kill else pipe.send(None)
+            process.terminate() if kill else pipe.send(None)  # at which coverage saves its counts
         for process in self._processes:
             process.join(10)
+            if kill:
+                process.kill()  # one that C code holds
 
     def close(self) -> None:
         """End the processes."""
