@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -46,6 +47,42 @@ def test_parts_of_each_head_say_its_width(sp: bool) -> None:
 def test_a_size_of_something_else_is_refused() -> None:
     said = refused(Stack(lambda _: Heads()), rules("3 * heads * head_dim"), False)
     assert "is 48, but size is 16" in said
+
+
+class Sizes(NamedTuple):
+    heads: int
+    width: int
+
+
+SIZE = HEADS * DIM
+HELD: dict[str, tuple[Any, str, Callable[[Any], int]]] = {
+    "list": ([HEADS, SIZE], "held.1", lambda held: held[1]),
+    "tuple": ((HEADS, SIZE), "held.1", lambda held: held[1]),
+    "named tuple": (Sizes(HEADS, SIZE), "held.1", lambda held: held.width),
+    "mapping": ({"heads": HEADS, "width": SIZE}, "held.width", lambda held: held["width"]),
+    "pairs": ((("width", SIZE),), "held.width", lambda held: dict(held)["width"]),
+    "deep": ({0: [HEADS, {"width": SIZE}]}, "held.0.1.width", lambda held: held[0][1]["width"]),
+}
+
+
+class Held(Heads):
+    def __init__(self, held: Any, read: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.held, self.read = held, read
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.size = self.read(self.held)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("holder", HELD)
+def test_a_size_that_something_else_holds(holder: str) -> None:
+    held, name, read = HELD[holder]
+    before = copy.deepcopy(held)
+    told = rules("heads * head_dim")
+    told["layers.*"]["attributes"] = {name: "heads * head_dim"}
+    assert not wrong(Stack(lambda _: Held(held, read)), told, True)
+    assert held == before
 
 
 class RMS(nn.Module):
