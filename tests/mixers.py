@@ -114,6 +114,35 @@ class ByHeads(nn.Module):
         return out
 
 
+class ByGroups(nn.Module):
+    """A state for each head; what is written and what is read is for a group of heads."""
+
+    def __init__(self, groups: int = 4) -> None:
+        super().__init__()
+        self.amount, self.inner, self.groups = HEADS, HEADS * WIDE, groups  # as a Conv1d has groups
+        self.shared = groups * STATE
+        self.mixed = self.inner + 2 * self.shared
+        self.wide = nn.Linear(WIDTH, self.inner + self.mixed + HEADS)
+        self.blur = nn.Conv1d(self.mixed, self.mixed, 3, groups=self.mixed, padding=2)
+        self.decay = nn.Parameter(torch.randn(HEADS))
+        self.back = nn.Linear(self.inner, WIDTH)
+
+    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(-1, (self.groups, -1))
+        return x.repeat_interleave(self.amount // self.groups, 2)[..., None, :]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z, mixed, steps = self.wide(x).split([self.inner, self.mixed, self.amount], -1)
+        mixed = F.silu(self.blur(mixed.mT)[..., : x.size(1)].mT)
+        y, write, read = mixed.split([self.inner, self.shared, self.shared], -1)
+        y, pace = y.unflatten(-1, (self.amount, -1)), F.softplus(steps)
+        keep = torch.exp(-pace * self.decay.exp())[..., None, None]
+        written = (pace[..., None] * y)[..., None] * self.of_heads(write)
+        made = scanned(y, keep, written, self.of_heads(read))
+        out: torch.Tensor = self.back(made.flatten(-2) * z)
+        return out
+
+
 class Opened(nn.Module):
     """A sum that is let through by what came of the input of this token and of the one before."""
 

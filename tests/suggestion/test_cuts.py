@@ -18,6 +18,7 @@ from tests.mixers import (
     WIDE,
     WIDTH,
     ByChannels,
+    ByGroups,
     ByHeads,
     Layer,
     Reading,
@@ -56,6 +57,27 @@ IN_LAYERS: Mapping[str, tuple[Callable[[], nn.Module], Mapping[str, object]]] = 
             },
             "layers.*.mixer.{decay,skip,gain}": "colwise",
             "layers.*.mixer.level": "colwise",
+        },
+    ),
+    "groups of heads": (
+        ByGroups,
+        {
+            "layers.*.mixer": {
+                "style": "attention",
+                "gather": ["x"],
+                "attributes": {
+                    "amount": "amount // tp",
+                    "inner": "inner // tp",
+                    "groups": "(groups + tp - 1) // tp",
+                    "mixed": "inner // tp + (mixed - inner) // groups * ((groups + tp - 1) // tp)",
+                    "shared": "(groups + tp - 1) // tp * (shared // groups)",
+                },
+            },
+            # 'groups' is something else there
+            "layers.*.mixer.blur": {
+                "style": "colwise",
+                "packed": {"part1": ["amount", 4], "part2": [4, 4], "part3": [4, 4]},
+            },
         },
     ),
 }
@@ -128,6 +150,17 @@ def test_heads_side_by_side_and_halves() -> None:
     assert seen.cuts["pair.weight"] == Cut(0, (Part(HEADS, 2 * WIDE),))
     assert seen.cuts["halves.weight"] == Cut(0, (Part(INNER, 1), Part(INNER, 1)))
     assert changed(Turns(), seen) == (Change("", "many", "many // tp", HEADS // 2),)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_fewer_groups_than_ranks_and_a_number_that_counts_two_things(tp: int) -> None:
+    """As many heads as columns of the groups: numbers tell which of them it is."""
+    (seen,) = seen_of(ByGroups(2), "wide")
+    values = {"amount": HEADS // tp, "inner": INNER // tp, "groups": 1, "shared": STATE}
+    changes = changed(ByGroups(2), seen, tp)
+    assert changes is not None
+    found = {change.name: change.value for change in changes}
+    assert found == {**values, "mixed": INNER // tp + 2 * STATE}
 
 
 def test_what_is_small_is_whole_before_a_sum_is_sent() -> None:

@@ -13,7 +13,7 @@ from tpplan.styles.colwise import COLWISE
 from tpplan.styles.rowwise import ROWWISE
 from tpplan.suggestion.bench import Bench, tensors_of
 from tpplan.suggestion.draft import WHOLE, Decision
-from tpplan.suggestion.hanging import Cut, Hanging, Part, hanging
+from tpplan.suggestion.hanging import Cut, Hanging, hanging
 from tpplan.suggestion.layouts import Layouts
 from tpplan.suggestion.share import Change, by_heads, changes_for, heads_of, unseen_cuts
 from tpplan.suggestion.units import Kind, Units
@@ -146,9 +146,13 @@ class Cuts:
             return names
         parts = [by_heads(part, heads) for part in cut.parts]
         total = self._shape(name)[cut.dim]
+        own = self._names_within(name)
         # a model that was made small has the names of what is larger in the model itself
         for pick in range(_STATED):
-            sizes = [self._size(part, pick) for part in parts]
+            sizes = [
+                (self._named(part.units, pick, own), self._named(part.width, pick, own))
+                for part in parts
+            ]
             if sum(units * width for (_, units), (_, width) in sizes) == total:
                 return {
                     n: [units, width]
@@ -156,16 +160,25 @@ class Cuts:
                 }
         return {n: [part.units, part.width] for n, part in zip(names, parts, strict=True)}
 
-    def _size(self, part: Part, pick: int) -> tuple[tuple[object, int], tuple[object, int]]:
-        return self._named(part.units, pick), self._named(part.width, pick)
+    def _names_within(self, name: str) -> set[str]:
+        """What a rule for a parameter takes from the modules inside the region that hold it."""
+        at, found = self.bench.model.get_submodule(self.around), set[str]()
+        for step in name.split(".")[:-1]:
+            at = at.get_submodule(step)
+            found |= integers(vars(at)).keys()
+        return found
 
-    def _named(self, number: int, pick: int) -> tuple[object, int]:
-        """A number by an attribute around the region, and what that is in the model itself."""
+    def _named(self, number: int, pick: int, other: set[str]) -> tuple[object, int]:
+        """A number by an attribute around the region, and what that is in the model itself.
+
+        Args:
+            other: names that are something else where it is stated.
+        """
         if number == 1:
             return 1, 1
         small = integers(vars(self.bench.model.get_submodule(self.around)))
         large = integers(vars(self.bench.of.get_submodule(self.around)))
-        names = [name for name, n in small.items() if n == number and name in large]
+        names = [name for name, n in small.items() if n == number and name in large.keys() - other]
         if not names or (small == large and len(names) > 1):
             return number, number
         name = names[min(pick, len(names) - 1)]

@@ -139,13 +139,16 @@ def _ways(
         if value > 1:
             yield Change(path, name, *_valued(f"({told} + tp - 1) // tp", known, tp))
         return
+    parts = [part for cut in seen.cuts.values() for part in cut.parts if part.units not in groups]
     group = next((n for n, wide in groups.items() if wide == value and n > 1), None)
+    # where it may be either, numbers tell; where these agree, it is what no ranks share
+    even = group is None or any(value in (p.units, p.units * p.width) for p in parts)
+    if even and value % tp == 0:
+        yield Change(path, name, *_valued(f"{told} // tp", known, tp))
     if group is not None:
         count = next((n for n, v in known.items() if v == group), str(group))
         text = f"({count} + tp - 1) // tp * ({told} // {count})"
         yield Change(path, name, *_valued(text, known, tp))
-    elif value % tp == 0:
-        yield Change(path, name, *_valued(f"{told} // tp", known, tp))
 
 
 def _mixed(
