@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
-import transformers
 import yaml
 from torch import nn
 
@@ -36,15 +34,15 @@ AROUND = {
 
 
 def large() -> nn.Module:
-    config = transformers.LlamaConfig(
+    made: nn.Module = hf(
+        device="meta",
+        vocab_size=32000,
         num_hidden_layers=9,
         hidden_size=2048,
         intermediate_size=8192,
         num_attention_heads=16,
-        num_key_value_heads=8,
     )
-    with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config)
+    return made
 
 
 @pytest.mark.parametrize(
